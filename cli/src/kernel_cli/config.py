@@ -1,0 +1,121 @@
+"""From files, ``--set`` and ``-o`` to one configuration document."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kernel_core.errors import ConfigError
+from kernel_core.naming import did_you_mean, normalize
+from kernel_core.recipe import Config, Recipe, load_recipe, merge
+
+DEFAULT_RECIPE = "numbers"
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars: ``1e-3`` is a number, and ``yes``, ``on`` and ``1:30`` are text."""
+
+
+Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf)|\.(nan|NaN)",
+        list("-+0123456789."),
+    ),
+):
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """Return what a YAML text holds.
+
+    Raises:
+        ConfigError: it is not YAML.
+    """
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: cannot be read as YAML: {error}") from None
+
+
+def load_source(source: str | None) -> tuple[Config, Recipe]:
+    """Return the document and the recipe for what the user named: a file, a recipe, or nothing.
+
+    Raises:
+        ConfigError: the file cannot be read or holds something else than sections.
+        PluginNotFoundError: there is no such recipe.
+    """
+    if source is None or not source.endswith((".yaml", ".yml")):
+        recipe = load_recipe(source or DEFAULT_RECIPE)
+        return merge({}, recipe.config), recipe
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: cannot be read: {error}.") from None
+    config = read_yaml(text, source)
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"{source}: got {type(config).__name__}. Expected sections such as model, data, optimizer, train."
+        )
+    config = dict(config)
+    recipe = load_recipe(config.pop("recipe")) if "recipe" in config else Recipe("", {})
+    return merge(merge({}, recipe.config), config), recipe
+
+
+def assignments(texts: Iterable[str], flag: str) -> list[tuple[str, str, Any]]:
+    """Split ``left.right=value`` texts; values are YAML scalars or flow collections.
+
+    Raises:
+        ConfigError: a text is not of that form.
+    """
+    parsed = []
+    for text in texts:
+        path, equals, value = text.partition("=")
+        left, dot, right = path.strip().partition(".")
+        if not (equals and dot and left and right):
+            example = "plugin.option=value" if flag == "-o" else "section.key=value"
+            raise ConfigError(f"{flag}: got {text!r}. Expected {example}.")
+        parsed.append((left, right, read_yaml(value, f"{flag} {path}")))
+    return parsed
+
+
+def apply_arguments(
+    config: Config, plugins: str, options: Iterable[str], settings: Iterable[str], train: Mapping[str, Any]
+) -> Config:
+    """Put the command line on top of ``config``.
+
+    Raises:
+        ConfigError: a section, key or plugin is unknown, or an argument is malformed.
+    """
+    for section, key, value in assignments(settings, "--set"):
+        config = merge(config, {section: {key: value}})
+    config = merge(config, {"train": {key: value for key, value in train.items() if value is not None}})
+    named = [name.strip() for name in plugins.split(",") if name.strip()]
+    known = {_label(key): key for key in config.get("plugins", {})}
+    for name in named:
+        if _label(name) in known:
+            continue
+        config = merge(config, {"plugins": {name: {}}})
+        known[_label(name)] = name
+    for plugin, option, value in assignments(options, "-o"):
+        if normalize(plugin) not in known:
+            raise ConfigError(
+                f"-o {plugin}.{option}: {plugin!r} is not among the plugins of this run."
+                f"{did_you_mean(normalize(plugin), known)} They are {', '.join(sorted(known)) or 'none'}; "
+                f"name it: --plugins {plugin}."
+            )
+        config = merge(config, {"plugins": {known[normalize(plugin)]: {option: value}}})
+    return config
+
+
+def _label(key: str) -> str:
+    """Return what ``-o`` calls a plugin: the id of ``id=name``, else the name without its distribution."""
+    plugin_id, equals, name = key.partition("=")
+    return normalize(plugin_id if equals else name or plugin_id.rpartition(":")[2])

@@ -1,0 +1,98 @@
+"""``kernel plan``, ``kernel plugins list`` and ``kernel plugins show``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import click
+from kernel_core.registry.discovery import HOOK_KINDS, KINDS, PluginInfo, find, installed_plugins
+
+from kernel_cli.output import columns
+
+
+def list_plugins(as_json: bool) -> list[dict[str, str]]:
+    """Return every installed plugin; print them for people unless ``as_json``."""
+    found = installed_plugins()
+    if not as_json:
+        rows = [(info.name, info.kind, f"{info.distribution} {info.version}", info.summary) for info in found]
+        click.echo(columns([("name", "kind", "distribution", "summary"), *rows]))
+    return [_basics(info) for info in found]
+
+
+def _basics(info: PluginInfo) -> dict[str, str]:
+    return {
+        "name": info.name,
+        "kind": info.kind,
+        "distribution": info.distribution,
+        "version": info.version,
+        "summary": info.summary,
+    }
+
+
+def show_plugin(name: str, as_json: bool) -> dict[str, Any]:
+    """Return what can be known of one plugin from its class."""
+    info = find(name, KINDS)
+    details: dict[str, Any] = _basics(info)
+    if info.kind in HOOK_KINDS:
+        details |= _describe_class(info)
+    else:
+        loaded = info.load()
+        details |= {"documentation": getattr(loaded, "summary", None) or (loaded.__doc__ or "").strip()}
+    if not as_json:
+        _print_plugin(details)
+    return details
+
+
+def _describe_class(info: PluginInfo) -> dict[str, Any]:
+    import inspect
+
+    from kernel_core.registry.discovery import load_class
+    from kernel_core.registry.options import describe_options
+
+    cls = load_class(info)
+    hooks = [name for name in dir(cls) if hasattr(inspect.getattr_static(cls, name), "kernel_impl")]
+
+    def words(attribute: str) -> list[str]:
+        value = getattr(cls, attribute)
+        return sorted({value} if isinstance(value, str) else value)
+
+    return {
+        "documentation": inspect.getdoc(cls) or "",
+        "options": describe_options(cls),
+        "hooks": sorted(hooks),
+        **{attribute: words(attribute) for attribute in ("roles", "before", "after", "conflicts")},
+    }
+
+
+def _print_plugin(details: dict[str, Any]) -> None:
+    click.echo(f"{details['name']}  ({details['kind']}, {details['distribution']} {details['version']})\n")
+    click.echo(details["documentation"] + "\n")
+    if options := details.get("options"):
+        click.echo("options")
+        click.echo(columns([(item["name"], item["type"], item["default"]) for item in options], "  "))
+    for attribute in ("hooks", "roles", "before", "after", "conflicts"):
+        if details.get(attribute):
+            click.echo(f"{attribute}: {', '.join(details[attribute])}")
+
+
+def show_plan(
+    source: str | None, plugins: str, options: Iterable[str], settings: Iterable[str], as_json: bool
+) -> dict[str, Any]:
+    """Resolve and order the plugins of a run without building its model."""
+    from kernel_core.recipe import plugin_requests
+    from kernel_core.registry.plan import build_plan, resolve
+    from kernel_core.train.trainer import with_defaults
+
+    from kernel_cli.config import apply_arguments, load_source
+    from kernel_cli.train import with_file_logger
+
+    config, _ = load_source(source)
+    config = with_file_logger(apply_arguments(config, plugins, options, settings, {}))
+    active = resolve(plugin_requests(config["plugins"]))
+    bar = config["logging"].get("progress_bar", True)
+    plan = build_plan(with_defaults(active, ["progress_bar"] if bar else []))
+    if not as_json:
+        click.echo(plan.explain())
+        click.echo(f"\nplan digest {plan.digest}")
+    return plan.to_json()

@@ -1,0 +1,137 @@
+"""The command and its subcommands. Nothing here imports torch: each subcommand does when it runs."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import click
+from kernel_core.errors import KernelError
+
+from kernel_cli.output import document
+
+PLUGINS_HELP = "Plugins to use, by name, comma separated. 'id=name' uses one a second time."
+OPTION_HELP = "An option of a plugin: plugin.option=value. May be repeated."
+SET_HELP = "A key of the configuration: section.key=value. May be repeated."
+
+
+def plan_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the arguments that `train` and `plan` share."""
+    for decorate in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output."),
+        click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=SET_HELP),
+        click.option("-o", "--option", "options", multiple=True, metavar="KEY=VALUE", help=OPTION_HELP),
+        click.option("--plugins", default="", metavar="A,B", help=PLUGINS_HELP),
+        click.argument("source", required=False, metavar="[RECIPE|CONFIG.yaml]"),
+    ):
+        command = decorate(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kernel-cli", prog_name="kernel")
+def cli() -> None:
+    """Train PyTorch models with plugins."""
+
+
+@cli.command()
+@plan_arguments
+@click.option("--max-duration", metavar="TIME", help="When to stop, such as 2ep, 500ba or 10m.")
+@click.option("--seed", type=int, help="The seed of all randomness.")
+@click.option("--device", metavar="NAME", help="cpu, gpu, cuda:1, mps, ...")
+@click.option("--run-name", metavar="NAME", help="The name of the run and its folder.")
+@click.option("--dry-run", is_flag=True, help="Print plan and surgery report and train nothing.")
+@click.option("--strict", is_flag=True, help="Make warnings about plan and surgery errors.")
+def train(**arguments: Any) -> None:
+    """Train a recipe, or what a configuration file says.
+
+    Without an argument the recipe 'numbers' is trained: it reads handwritten numbers.
+    """
+    from kernel_cli.train import train as run
+
+    _run(run, **arguments)
+
+
+@cli.command()
+@plan_arguments
+def plan(**arguments: Any) -> None:
+    """Show which plugin runs at which event, in what order, and why."""
+    from kernel_cli.inspect import show_plan
+
+    _run(show_plan, **arguments)
+
+
+@cli.group()
+def plugins() -> None:
+    """Look at installed plugins."""
+
+
+@plugins.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+def plugins_list(as_json: bool) -> None:
+    """List every installed plugin. Nothing is imported."""
+    from kernel_cli.inspect import list_plugins
+
+    _run(list_plugins, as_json=as_json)
+
+
+@plugins.command("show")
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+def plugins_show(name: str, as_json: bool) -> None:
+    """Show one plugin: where it comes from, its options, hooks and order."""
+    from kernel_cli.inspect import show_plugin
+
+    _run(show_plugin, name=name, as_json=as_json)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+def events(as_json: bool) -> None:
+    """Show the training loop with every event in its place, recorded from a small run."""
+    from kernel_cli.events import show_events
+
+    _run(show_events, as_json=as_json)
+
+
+def _run(command: Callable[..., Any], **arguments: Any) -> None:
+    """Run a subcommand; print its document or its error and exit with the code of the design."""
+    with document(arguments["as_json"]) as out:
+        code = 0
+        try:
+            out.value = command(**arguments)
+        except click.ClickException:
+            raise
+        except KeyboardInterrupt as error:
+            code = _report(out, error, 130, "interrupted")
+        except KernelError as error:
+            code = _report(out, error, error.exit_code, str(error))
+        except BaseExceptionGroup as error:
+            code = _report(out, error, 1, "")
+        except Exception as error:
+            code = _report(out, error, 1, "")
+    sys.exit(code)
+
+
+def _report(out: Any, error: BaseException, code: int, message: str) -> int:
+    """Print an error: its message alone where the user can mend it, with a traceback otherwise."""
+    notes = getattr(error, "__notes__", [])
+    if message:
+        click.echo("\n".join([f"Error: {message}", *(f"  {note}" for note in notes)]), err=True)
+    else:
+        click.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
+    out.value = {
+        "error": {"type": type(error).__name__, "message": str(error), "notes": list(notes), "exit_code": code}
+    }
+    return code
+
+
+def main() -> None:
+    """Entry point of the ``kernel`` script."""
+    cli.main(prog_name="kernel")
+
+
+if __name__ == "__main__":
+    main()

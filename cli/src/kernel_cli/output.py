@@ -1,0 +1,51 @@
+"""What goes where: one JSON document on standard output, everything for people on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+
+class Document:
+    """Holds what a command returns until it is printed."""
+
+    value: Any = None
+
+
+@contextlib.contextmanager
+def document(enabled: bool) -> Iterator[Document]:
+    """Print the document's value as JSON at the end, and send all else that is printed meanwhile to standard error.
+
+    The file descriptor is redirected, so that extension modules and child processes are too.
+    """
+    out = Document()
+    if not enabled:
+        yield out
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield out
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+    if out.value is not None:
+        click.echo(json.dumps(out.value, allow_nan=False, indent=2))
+
+
+def columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """Return rows as aligned columns; the last one is not padded."""
+    if not rows:
+        return ""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = ("  ".join([*(cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=False)), row[-1]]) for row in rows)
+    return "\n".join(indent + line.rstrip() for line in lines)

@@ -1,0 +1,146 @@
+"""``kernel train``."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from kernel_core.errors import KernelError, OrderError
+from kernel_core.naming import normalize
+from kernel_core.recipe import Config, build_trainer, merge
+
+from kernel_cli.config import apply_arguments, load_source
+from kernel_cli.output import columns
+
+
+class RunFailed(KernelError):
+    """Training began and could not go on."""
+
+    exit_code = 1
+
+
+def train(
+    source: str | None,
+    plugins: str,
+    options: Iterable[str],
+    settings: Iterable[str],
+    as_json: bool,
+    max_duration: str | None,
+    seed: int | None,
+    device: str | None,
+    run_name: str | None,
+    dry_run: bool,
+    strict: bool,
+) -> dict[str, Any] | None:
+    """Train and return the result document; it is printed when ``as_json``."""
+    started = time.perf_counter()
+    given = {
+        "max_duration": max_duration,
+        "seed": seed,
+        "device": device,
+        "run_name": run_name,
+        "strict": strict or None,
+    }
+    config, recipe = load_source(source)
+    config = _complete(apply_arguments(config, plugins, options, settings, given))
+    train_section = config["train"]
+    folder = Path(config["logging"]["folder"]) / train_section["run_name"]
+    trainer = build_trainer(config, recipe.functions, progress_bar=config["logging"].get("progress_bar", True))
+    with trainer:
+        _say(f"run {trainer.state.run_name}: {recipe.summary or source}")
+        _print_surgery(trainer)
+        _print_plan(trainer)
+        if train_section.get("strict") and trainer.surgery_report.remarks:
+            raise OrderError(f"--strict: {trainer.surgery_report.remarks[0]}")
+        if not dry_run:
+            _write_run(folder, config, trainer)
+            try:
+                trainer.fit()
+            except KernelError as error:
+                raise RunFailed(f"{error}") from error
+    metrics = _metrics(trainer)
+    if not dry_run:
+        _print_metrics(metrics)
+        _say(f"\n{folder}/ holds config.yaml, plan.json and metrics.jsonl.")
+    return {
+        "run_name": trainer.state.run_name,
+        "run_dir": None if dry_run else str(folder),
+        "duration": time.perf_counter() - started,
+        "metrics": metrics,
+        "surgery": trainer.surgery_report.to_json(),
+        "plan_digest": trainer.plan.digest,
+        **({"plan": trainer.plan.to_json()} if dry_run else {}),
+    }
+
+
+def _complete(config: Config) -> Config:
+    """Fill in what every run of the command has: a seed, a fresh name, and its metrics in its folder."""
+    section = config.get("train", {})
+    seed = section.get("seed")
+    name = section.get("run_name") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    config = merge(config, {"train": {"seed": secrets.randbelow(2**31) if seed is None else seed, "run_name": name}})
+    return with_file_logger(config)
+
+
+def with_file_logger(config: Config) -> Config:
+    """Add the logger that writes ``metrics.jsonl``, with placeholders so that the plan is the same for every run."""
+    folder = config.get("logging", {}).get("folder", "runs")
+    config = merge(config, {"logging": {"folder": folder}})
+    if any(normalize(key.rpartition("=")[2]) == "file_logger" for key in config.get("plugins", {})):
+        return config
+    return merge(config, {"plugins": {"file_logger": {"filename": f"{folder}/{{run_name}}/metrics.jsonl"}}})
+
+
+def _write_run(folder: Path, config: Config, trainer: Any) -> None:
+    from kernel_core.storage import LocalStorage
+
+    storage = LocalStorage(folder)
+    storage.write("config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
+    storage.write("plan.json", json.dumps(trainer.plan.to_json(), indent=2).encode())
+
+
+def _metrics(trainer: Any) -> dict[str, Any]:
+    from kernel_core.train.evaluation import number
+
+    values = {f"metrics/{name}": number(value) for name, value in trainer.state.eval_metric_values.items()}
+    values |= {f"metrics/train/{name}": number(value) for name, value in trainer.state.train_metric_values.items()}
+    return values
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _print_surgery(trainer: Any) -> None:
+    report = trainer.surgery_report
+    if report.changes:
+        _say("\nsurgery: what plugins changed in the model")
+        rows = [(change.plugin, change.path, change.what) for change in report.changes]
+        _say(columns([("plugin", "where", "what"), *rows], "  "))
+    for plugin in report.no_effect:
+        _say(f"  {plugin}: no effect on this model")
+    for remark in report.remarks:
+        _say(f"  {remark}")
+
+
+def _print_plan(trainer: Any) -> None:
+    _say(f"\nplan {trainer.plan.digest[:12]}: who runs when (`kernel plan` says why)")
+    rows = [(event, " → ".join(call.plugin for call in calls)) for event, calls in trainer.plan.events.items()]
+    _say(columns(rows, "  ") + "\n")
+
+
+def _print_metrics(metrics: dict[str, Any]) -> None:
+    if not metrics:
+        return
+    _say("\nevaluation")
+    rows = []
+    for name, value in metrics.items():
+        _, label, metric = name.split("/", 2)
+        rows.append((label, metric, "not finite" if value is None else f"{value:.4g}"))
+    _say(columns(rows, "  "))

@@ -1,0 +1,1 @@
+"""Batches: what they hold, how they are counted, split and moved."""

@@ -1,0 +1,61 @@
+"""What can go wrong, one class for each thing a user can do about it.
+
+Every message reads *where: what is wrong with which value. What was expected. What to do.* The command line
+prints a ``KernelError`` without a traceback and exits with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class KernelError(Exception):
+    """Base of every error that a user can mend. ``exit_code`` is what the command line ends with."""
+
+    exit_code = 2
+
+
+class PluginNotFoundError(KernelError, LookupError):
+    """A plugin, recipe, engine or other entry point was named and is not installed, or its name is ambiguous."""
+
+
+class PluginLoadError(KernelError, ImportError):
+    """A named plugin is installed, but importing it failed or gave something that is not such a plugin."""
+
+
+class OptionError(KernelError, ValueError):
+    """An option is unknown, missing, or has a value of the wrong type or range."""
+
+
+class ConfigError(KernelError, ValueError):
+    """A configuration file, section or key cannot be used."""
+
+
+class HookError(KernelError, TypeError):
+    """A plugin's hook does not fit the hookspec it answers."""
+
+
+class OrderError(KernelError):
+    """The declared constraints of the plugins cannot all be met."""
+
+
+class ConflictError(KernelError):
+    """Two plugins that exclude each other were asked for together, or one of them cannot work in this run."""
+
+
+class SurgeryError(KernelError, ValueError):
+    """A change to the model is impossible or would break it."""
+
+
+class OptimizerError(KernelError, ValueError):
+    """The optimizers do not fit the model's parameters."""
+
+
+class TimeStringError(KernelError, ValueError):
+    """A text is not a time, or a time is used where its unit makes no sense."""
+
+
+class DataError(KernelError, ValueError):
+    """A batch or dataloader cannot be used."""
+
+
+class TrainerError(KernelError, ValueError):
+    """The arguments of the trainer cannot work together."""

@@ -1,0 +1,81 @@
+"""One place to log to; it hands everything on to the logger plugins."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kernel_core.registry.base import LoggerDestination
+from kernel_core.timing import Progress
+
+log = logging.getLogger(__name__)
+MAX_FAILURES = 3
+
+
+class Logger:
+    """Fans out to the active ``LoggerDestination`` plugins.
+
+    A destination that fails with an ``OSError`` (network, disk) is warned about and, after three failures in a row,
+    left out for the rest of the run; training goes on. Any other error is the plugin's fault and stops the run.
+
+    Attributes:
+        listening: Whether anybody takes what is logged. Ask it before you build something costly.
+    """
+
+    def __init__(self, destinations: Sequence[LoggerDestination], progress: Progress) -> None:
+        self._destinations = list(destinations)
+        self._failures: dict[int, int] = {}
+        self._progress = progress
+
+    @property
+    def listening(self) -> bool:
+        """Whether at least one destination is active."""
+        return bool(self._destinations)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log ``metrics``, name to number or 0-d tensor; the step is the number of finished batches."""
+        step = self._progress.batch if step is None else step
+        for destination in tuple(self._destinations):
+            self._hand_over(destination, destination.log_metrics, metrics, step)
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Log settings that hold for the whole run."""
+        for destination in tuple(self._destinations):
+            self._hand_over(destination, destination.log_hyperparameters, hyperparameters)
+
+    def log_table(
+        self, columns: list[str], rows: list[list[Any]], name: str = "table", step: int | None = None
+    ) -> None:
+        """Log a table of ``rows`` under ``columns``."""
+        step = self._progress.batch if step is None else step
+        for destination in tuple(self._destinations):
+            self._hand_over(destination, destination.log_table, columns, rows, name, step)
+
+    def log_images(
+        self, images: Any, name: str = "images", step: int | None = None, channels_last: bool = False
+    ) -> None:
+        """Log images: one (C, H, W) or (H, W, C) array, or a sequence of them."""
+        step = self._progress.batch if step is None else step
+        for destination in tuple(self._destinations):
+            self._hand_over(destination, destination.log_images, images, name, step, channels_last)
+
+    def _hand_over(self, destination: LoggerDestination, take: Callable[..., None], *args: Any) -> None:
+        try:
+            take(*args)
+        except OSError as error:
+            failures = self._failures[id(destination)] = self._failures.get(id(destination), 0) + 1
+            if failures < MAX_FAILURES:
+                log.warning("%s: logging failed (%s). Trying again with the next values.", destination.name, error)
+            else:
+                self._destinations.remove(destination)
+                log.error(
+                    "%s: logging failed %d times in a row (%s). It is switched off for the rest of the run; "
+                    "training goes on.",
+                    destination.name,
+                    failures,
+                    error,
+                )
+        else:
+            if self._failures:
+                self._failures.pop(id(destination), None)

@@ -1,0 +1,110 @@
+"""What the loop asks of a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class TrainableModel(nn.Module, ABC):
+    """A model that computes its own loss. ``batch`` is what the dataloader gives, on the model's device.
+
+    Example:
+        >>> class Line(TrainableModel):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.line = nn.Linear(1, 1)
+        ...
+        ...     def forward(self, batch):
+        ...         return self.line(batch[0])
+        ...
+        ...     def loss(self, outputs, batch):
+        ...         return nn.functional.mse_loss(outputs, batch[1])
+    """
+
+    @abstractmethod
+    def forward(self, batch: Any) -> Any:
+        """Return the outputs for ``batch``."""
+
+    @abstractmethod
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        """Return the mean loss over ``batch``: a scalar tensor."""
+
+    def eval_forward(self, batch: Any, outputs: Any | None = None) -> Any:
+        """Return what the metrics are computed from; the default is ``forward``'s outputs."""
+        return self(batch) if outputs is None else outputs
+
+    def loss_weight(self, batch: Any) -> Tensor | float | None:
+        """Return how much ``batch`` counts in a mean over several: the number of terms that ``loss`` averages.
+
+        None, the default, means the number of samples. A language model returns the number of labels that count, as a
+        tensor on the device so that nothing waits.
+        """
+        return None
+
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:
+        """Return metrics by name, objects with ``update``, ``compute`` and ``reset``, as torchmetrics has them."""
+        return {}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+        """Give ``metric`` one batch.
+
+        Raises:
+            NotImplementedError: the model has metrics and does not say what they are computed from.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has metrics but does not define update_metric.")
+
+
+class Classifier(TrainableModel):
+    """Wraps a module that maps inputs to class scores; batches are ``(inputs, targets)``.
+
+    Args:
+        module: Maps inputs (B, ...) to scores (B, K).
+        num_classes: K; needed for the default metrics.
+        loss_fn: Maps (scores (B, K), targets (B,)) to a scalar mean; the default is cross entropy.
+        train_metrics, val_metrics: torchmetrics objects by name. The default is accuracy if ``num_classes`` is given and
+            torchmetrics is installed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        num_classes: int | None = None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
+        train_metrics: dict[str, Any] | None = None,
+        val_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.num_classes = num_classes
+        self.loss_fn = loss_fn
+        self._train_metrics = train_metrics
+        self._val_metrics = val_metrics
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return scores (B, K)."""
+        return self.module(batch[0])  # type: ignore[no-any-return]
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Return the mean of ``loss_fn`` over the batch."""
+        return self.loss_fn(outputs, batch[1])
+
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:
+        """Return the metrics given to the constructor, else accuracy."""
+        chosen = self._train_metrics if is_train else self._val_metrics
+        if chosen is not None:
+            return chosen
+        if self.num_classes is None:
+            return {}
+        try:
+            from torchmetrics.classification import MulticlassAccuracy
+        except ImportError:
+            return {}
+        return {"MulticlassAccuracy": MulticlassAccuracy(num_classes=self.num_classes, average="micro")}
+
+    def update_metric(self, batch: Any, outputs: Tensor, metric: Any) -> None:
+        """Give ``metric`` scores (B, K) and targets (B,)."""
+        metric.update(outputs, batch[1])

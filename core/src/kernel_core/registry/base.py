@@ -1,0 +1,115 @@
+"""The base classes of plugins that answer hooks. Each is a kind and its declared order."""
+
+from __future__ import annotations
+
+import re
+from abc import ABCMeta
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kernel_core.errors import OptionError
+from kernel_core.hooks import HOOK_API, Band
+from kernel_core.naming import normalize, snake_case
+from kernel_core.registry.options import bind_options
+
+if TYPE_CHECKING:
+    from kernel_core.train.state import State
+
+
+class PluginType(ABCMeta):
+    """Checks and records the options of every plugin, made by name or by hand alike."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance after checking its options; ``id=`` belongs to every plugin."""
+        plugin_id = kwargs.pop("id", None)
+        name = normalize(cls.name or snake_case(cls.__name__))  # type: ignore[attr-defined]
+        if plugin_id is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", str(plugin_id)):
+            raise OptionError(f"{name}.id: got {plugin_id!r}. Expected letters, digits, '_', '-' or '.'.")
+        if cls.__init__ is object.__init__:  # type: ignore[misc]
+            bound_args, bound_kwargs, arguments = args, kwargs, {}
+            if args or kwargs:
+                given = ", ".join([*map(repr, args), *kwargs])
+                raise OptionError(f"{name}: unknown option {given}. It takes no options.")
+        else:
+            bound = bind_options(cls, name, args, kwargs)
+            bound_args, bound_kwargs, arguments = bound.args, bound.kwargs, dict(bound.arguments)
+        plugin = super().__call__(*bound_args, **bound_kwargs)
+        plugin.name = name
+        plugin.id = str(plugin_id) if plugin_id is not None else None
+        plugin.options = arguments
+        return plugin
+
+
+class Plugin(metaclass=PluginType):
+    """What algorithms, callbacks and loggers share.
+
+    Attributes:
+        name: The name in the plan. The kernel sets it to the entry point's name; a class without an entry point may
+            set it, else it is the class name in snake case.
+        id: What labels options, state and plan when a plugin is used twice: ``EMA(..., id="slow")``.
+        options: The constructor's arguments by name, defaults filled in. Part of the lock.
+        roles: Words for what the plugin does (``clips-gradients``), so that others can order themselves against it.
+        before: Plugin names, or ``role:`` words, that must run later.
+        after: Plugin names, or ``role:`` words, that must run earlier.
+        conflicts: Plugin names, or ``role:`` words, that must not be active; on a role the plugin itself provides it
+            means every other provider.
+        hook_api: The level of the hook interface the plugin was written for.
+    """
+
+    kind: ClassVar[Band]
+    name: str = ""
+    id: str | None = None
+    options: Mapping[str, Any] = {}
+    roles: Iterable[str] = frozenset()
+    before: Iterable[str] = frozenset()
+    after: Iterable[str] = frozenset()
+    conflicts: Iterable[str] = frozenset()
+    hook_api: int = HOOK_API
+
+    def active_hooks(self) -> Iterable[str] | None:
+        """Return the names of the hooks that are active with these options; None, the default, for all. Read once."""
+        return None
+
+    def check(self, state: State) -> None:
+        """Raise ``ConflictError`` when the plugin cannot work with this engine, precision, device or option.
+
+        Runs before anything starts: the model is there and unchanged, ``state.engine`` and ``state.precision`` are known.
+        """
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{type(self).__name__}({arguments})"
+
+
+class Algorithm(Plugin):
+    """A plugin that changes training. Runs before callbacks and loggers; part of what a resumed run must match."""
+
+    kind = "algorithms"
+
+
+class Callback(Plugin):
+    """A plugin that watches training, or decides when it stops. Runs after the algorithms, before the loggers."""
+
+    kind = "callbacks"
+
+
+class LoggerDestination(Plugin):
+    """A plugin that writes down what is logged. Runs last, so that what callbacks log reaches it in the same event.
+
+    Metrics may be tensors on the device. Reading one stops the host until the device is done: keep them and read them a
+    step later.
+    """
+
+    kind = "loggers"
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Take ``metrics``, name to scalar (a number or a 0-d tensor), of batch ``step``."""
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Take settings that hold for the whole run."""
+
+    def log_table(self, columns: list[str], rows: list[list[Any]], name: str, step: int) -> None:
+        """Take a table of ``rows`` under ``columns``."""
+
+    def log_images(self, images: Any, name: str, step: int, channels_last: bool = False) -> None:
+        """Take images: one (C, H, W) or (H, W, C) array, or a sequence of them."""

@@ -1,0 +1,165 @@
+"""Options of plugins and recipe functions, checked against the signature they are passed to."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import Any
+
+from kernel_core.errors import OptionError
+from kernel_core.naming import did_you_mean
+
+
+def bind_options(
+    function: Callable[..., Any],
+    owner: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    trusted: Collection[str] = (),
+) -> inspect.BoundArguments:
+    """Check ``args`` and ``kwargs`` against the annotations of ``function`` and convert what can be converted safely.
+
+    Args:
+        function: A function or class.
+        owner: Whose options they are; messages begin with it.
+        args, kwargs: As in a call.
+        trusted: Arguments that come from the kernel itself and are passed on as they are.
+
+    Returns:
+        The bound arguments, defaults filled in.
+
+    Raises:
+        OptionError: an option is unknown, missing or has a value that its annotation does not allow.
+    """
+    signature = _signature(function)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise OptionError(_misfit(signature, owner, kwargs) or f"{owner}: {error}.") from None
+    for name, value in bound.arguments.items():
+        if name in trusted or signature.parameters[name].kind in (
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        ):
+            continue
+        bound.arguments[name] = _validate(function, owner, name, value)
+    bound.apply_defaults()
+    return bound
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    if not isinstance(function, type):
+        return inspect.signature(function)
+    # a class whose metaclass defines __call__ would show that one's signature
+    signature = inspect.signature(function.__init__)  # type: ignore[misc]
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _misfit(signature: inspect.Signature, owner: str, kwargs: Mapping[str, Any]) -> str | None:
+    parameters = signature.parameters
+    known = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    takes = f"It takes {', '.join(known)}." if known else "It takes no options."
+    for name in kwargs:
+        if name not in parameters:
+            return f"{owner}.{name}: unknown option.{did_you_mean(name, known)} {takes}"
+    for name, parameter in parameters.items():
+        if (
+            parameter.default is parameter.empty
+            and name not in kwargs
+            and parameter.kind
+            not in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            )
+        ):
+            expected = (
+                f", expected {_describe(parameter.annotation)}" if parameter.annotation is not parameter.empty else ""
+            )
+            return f"{owner}.{name}: missing{expected}. Give it a value."
+    return None
+
+
+def _describe(annotation: Any) -> str:
+    if isinstance(annotation, str):
+        return annotation
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("collections.abc.", "")
+
+
+@cache
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    target = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(target, include_extras=True)
+    except (NameError, TypeError):
+        return {}  # names imported for type checking only: nothing to check against
+
+
+@cache
+def _adapter(function: Callable[..., Any], name: str) -> Any:
+    import pydantic  # 30 ms; wanted only once there is an option to check
+
+    annotation = _annotations(function).get(name, Any)
+    try:
+        return pydantic.TypeAdapter(annotation, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
+    except pydantic.errors.PydanticUserError:
+        return pydantic.TypeAdapter(annotation)
+    except pydantic.errors.PydanticSchemaGenerationError:
+        return pydantic.TypeAdapter(Any)
+
+
+def _validate(function: Callable[..., Any], owner: str, name: str, value: Any) -> Any:
+    import pydantic
+
+    annotation = _annotations(function).get(name, Any)
+    try:
+        result = _adapter(function, name).validate_python(value)
+    except pydantic.ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = "".join(f"[{part!r}]" for part in problem["loc"] if isinstance(part, int))
+        raise OptionError(
+            f"{owner}.{name}{where}: got {value!r}, expected {_describe(annotation)}. {problem['msg']}."
+        ) from None
+    # pydantic would read '3' and True as numbers; as an option they are a slip of the pen
+    if type(result) in (int, float) and isinstance(value, bool | str):
+        raise OptionError(f"{owner}.{name}: got {value!r}, expected {_describe(annotation)}.")
+    return result
+
+
+def to_json(value: Any) -> Any:
+    """Turn an option's value into what JSON can hold.
+
+    What JSON cannot hold is stored by its qualified name and marked: ``{"$object": "torch.nn.modules.linear.Linear"}``.
+    Its value is then not part of the lock.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else {"$float": str(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((to_json(item) for item in value), key=repr)
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if hasattr(value, "to_timestring"):
+        return value.to_timestring()
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return {"$object": f"{named.__module__}.{named.__qualname__}"}
+
+
+def describe_options(function: Callable[..., Any]) -> list[dict[str, str]]:
+    """Return name, type and default of every option, as text."""
+    return [
+        {
+            "name": name,
+            "type": "" if parameter.annotation is parameter.empty else _describe(parameter.annotation),
+            "default": "required" if parameter.default is parameter.empty else repr(parameter.default),
+        }
+        for name, parameter in _signature(function).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and getattr(function, "__init__", None) is not object.__init__
+    ]

@@ -1,0 +1,300 @@
+"""Time in training: how far a run has come, and the strings people write for it.
+
+``Time`` is a number with a unit. ``Progress`` holds the loop's counters, changed in place once a batch because that
+costs a tenth of a microsecond; ``Timestamp`` is the immutable picture of them that plugins read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+from kernel_core.errors import TimeStringError
+from kernel_core.naming import did_you_mean
+
+
+class TimeUnit(StrEnum):
+    """The units of training time, by the suffix they are written with."""
+
+    ITERATION = "iter"
+    EPOCH = "ep"
+    BATCH = "ba"
+    SAMPLE = "sp"
+    TOKEN = "tok"
+    DURATION = "dur"
+    SECOND = "sec"
+
+
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_TIME = re.compile(rf"\s*({_NUMBER})\s*([a-z]+)\s*", re.IGNORECASE)
+_WALL_CLOCK = re.compile(r"\s*(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\s*", re.IGNORECASE)
+_EXAMPLES = "Expected a number and a unit, such as '10ep', '500ba', '1e6tok', '0.3dur', or a wall clock '1h30m', '90s'."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Time:
+    """A number of epochs, batches, samples, tokens, iterations, seconds, or a share of the whole run.
+
+    Arithmetic and order need equal units; a plain number takes the unit of the other side. ``==`` between unlike
+    units is False. Values are whole numbers for every unit but ``dur``.
+
+    >>> Time(3, "ep") + 2 == Time.from_timestring("5ep")
+    True
+    """
+
+    value: int | float
+    unit: TimeUnit
+
+    def __init__(self, value: int | float, unit: TimeUnit | str) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TimeStringError(f"time: the value {value!r} is not a number. {_EXAMPLES}")
+        try:
+            unit = TimeUnit(unit)
+        except ValueError:
+            units = [member.value for member in TimeUnit]
+            raise TimeStringError(
+                f"time: unknown unit {unit!r}.{did_you_mean(str(unit), units)} The units are {', '.join(units)}."
+            ) from None
+        if value != value or value in (float("inf"), float("-inf")):
+            raise TimeStringError(f"time: {value} {unit} is not finite. {_EXAMPLES}")
+        if unit is not TimeUnit.DURATION:
+            if value != int(value):
+                raise TimeStringError(
+                    f"time: {value}{unit} is not a whole number. Only 'dur', a share of the run, takes fractions."
+                )
+            value = int(value)
+        object.__setattr__(self, "value", float(value) if unit is TimeUnit.DURATION else value)
+        object.__setattr__(self, "unit", unit)
+
+    @classmethod
+    def from_timestring(cls, text: str) -> Time:
+        """Read ``text``, such as ``10ep``, ``1e6tok``, ``0.5dur``, ``24h``, ``90m`` or ``1h30m15s``.
+
+        Raises:
+            TimeStringError: the text is not a time.
+        """
+        if match := _WALL_CLOCK.fullmatch(text):
+            hours, minutes, seconds = (int(part or 0) for part in match.groups())
+            return cls(hours * 3600 + minutes * 60 + seconds, TimeUnit.SECOND)
+        match = _TIME.fullmatch(text)
+        if match is None:
+            raise TimeStringError(f"time: cannot read {text!r}. {_EXAMPLES}")
+        number, unit = match.groups()
+        return cls(float(number) if not number.lstrip("+-").isdigit() else int(number), unit.lower())
+
+    @classmethod
+    def from_input(cls, value: Time | str | int | timedelta, default_unit: TimeUnit | str | None = None) -> Time:
+        """Turn what a user may write (a Time, a time string, a timedelta, or a plain int of ``default_unit``) into a Time."""
+        if isinstance(value, Time):
+            return value
+        if isinstance(value, str):
+            return cls.from_timestring(value)
+        if isinstance(value, timedelta):
+            return cls(int(value.total_seconds()), TimeUnit.SECOND)
+        if default_unit is None:
+            raise TimeStringError(f"time: {value!r} has no unit. {_EXAMPLES}")
+        return cls(value, default_unit)
+
+    def to_timestring(self) -> str:
+        """Write the time in the form that ``from_timestring`` reads."""
+        return f"{self.value}{self.unit}"
+
+    def _other(self, other: Any, operation: str) -> int | float:
+        if isinstance(other, str):
+            other = Time.from_timestring(other)
+        if isinstance(other, Time):
+            if other.unit is not self.unit:
+                raise TimeStringError(f"time: cannot {operation} {self} and {other}. The units must be equal.")
+            return other.value
+        if isinstance(other, int | float) and not isinstance(other, bool):
+            return other
+        raise TypeError(f"time: cannot {operation} {self} and {other!r}")
+
+    def __add__(self, other: Time | str | int | float) -> Time:
+        return Time(self.value + self._other(other, "add"), self.unit)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Time | str | int | float) -> Time:
+        return Time(self.value - self._other(other, "subtract"), self.unit)
+
+    def __rsub__(self, other: int | float) -> Time:
+        return Time(self._other(other, "subtract") - self.value, self.unit)
+
+    def __neg__(self) -> Time:
+        return Time(-self.value, self.unit)
+
+    def __mod__(self, other: Time | str | int | float) -> Time:
+        return Time(self.value % self._other(other, "divide"), self.unit)
+
+    def __mul__(self, other: Time | int | float) -> Time:
+        """Scale by a number or by a share of the run; whole units round down."""
+        if isinstance(other, Time):
+            if TimeUnit.DURATION not in (self.unit, other.unit):
+                raise TimeStringError(f"time: cannot multiply {self} by {other}. One of them must be a 'dur'.")
+            unit = other.unit if self.unit is TimeUnit.DURATION else self.unit
+            return _rounded(self.value * other.value, unit)
+        return _rounded(self.value * other, self.unit)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Time | str | int | float) -> Time:
+        """Divide by a time of the same unit (giving a share, ``dur``) or by a number (whole units round down)."""
+        if isinstance(other, Time | str):
+            return Time(self.value / self._other(other, "divide"), TimeUnit.DURATION)
+        return _rounded(self.value / other, self.unit)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            try:
+                other = Time.from_timestring(other)
+            except TimeStringError:
+                return False
+        if isinstance(other, Time):
+            return self.unit is other.unit and self.value == other.value
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.value, self.unit))
+
+    def __lt__(self, other: Time | str | int | float) -> bool:
+        return self.value < self._other(other, "compare")
+
+    def __le__(self, other: Time | str | int | float) -> bool:
+        return self.value <= self._other(other, "compare")
+
+    def __gt__(self, other: Time | str | int | float) -> bool:
+        return self.value > self._other(other, "compare")
+
+    def __ge__(self, other: Time | str | int | float) -> bool:
+        return self.value >= self._other(other, "compare")
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __str__(self) -> str:
+        return self.to_timestring()
+
+    def __repr__(self) -> str:
+        return f"Time({self.value!r}, {self.unit.value!r})"
+
+
+def _rounded(value: float, unit: TimeUnit) -> Time:
+    return Time(value if unit is TimeUnit.DURATION else int(value), unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Timestamp:
+    """How far a run has come, at one instant. Counts are of finished work; ``*_wct`` are seconds of wall clock."""
+
+    iteration: int = 0
+    epoch: int = 0
+    batch: int = 0
+    sample: int = 0
+    token: int = 0
+    epoch_in_iteration: int = 0
+    token_in_iteration: int = 0
+    batch_in_epoch: int = 0
+    sample_in_epoch: int = 0
+    token_in_epoch: int = 0
+    total_wct: float = 0.0
+    iteration_wct: float = 0.0
+    epoch_wct: float = 0.0
+    batch_wct: float = 0.0
+
+    def get(self, unit: TimeUnit | str) -> Time:
+        """Return the total in ``unit``; seconds are whole.
+
+        Raises:
+            TimeStringError: ``dur``, which needs to know where the run ends (``State.get_elapsed_duration``).
+        """
+        unit = TimeUnit(unit)
+        if unit is TimeUnit.DURATION:
+            raise TimeStringError("time: a timestamp has no 'dur'. Ask state.get_elapsed_duration().")
+        return Time(int(getattr(self, _COUNTER[unit])), unit)
+
+
+_COUNTER = {
+    TimeUnit.ITERATION: "iteration",
+    TimeUnit.EPOCH: "epoch",
+    TimeUnit.BATCH: "batch",
+    TimeUnit.SAMPLE: "sample",
+    TimeUnit.TOKEN: "token",
+    TimeUnit.SECOND: "total_wct",
+}
+_FIELDS = tuple(field.name for field in fields(Timestamp))
+
+
+class Progress:
+    """The counters behind ``Timestamp``, advanced in place by the loop."""
+
+    __slots__ = _FIELDS
+
+    iteration: int
+    epoch: int
+    batch: int
+    sample: int
+    token: int
+    epoch_in_iteration: int
+    token_in_iteration: int
+    batch_in_epoch: int
+    sample_in_epoch: int
+    token_in_epoch: int
+    total_wct: float
+    iteration_wct: float
+    epoch_wct: float
+    batch_wct: float
+
+    def __init__(self, start: Timestamp | None = None) -> None:
+        self.restore(start or Timestamp())
+
+    def restore(self, timestamp: Timestamp) -> None:
+        """Set every counter to that of ``timestamp``."""
+        for name in _FIELDS:
+            setattr(self, name, getattr(timestamp, name))
+
+    def value(self, unit: TimeUnit) -> int | float:
+        """Return the total in ``unit``; seconds with their fraction."""
+        return getattr(self, _COUNTER[unit])  # type: ignore[no-any-return]
+
+    def reached(self, time: Time) -> bool:
+        """Say whether ``time`` has passed."""
+        return bool(self.value(time.unit) >= time.value)
+
+    def timestamp(self) -> Timestamp:
+        """Return the immutable picture of now (about 1 µs: built when read, not each batch)."""
+        return Timestamp(*[getattr(self, name) for name in _FIELDS])
+
+    def finish_batch(self, num_samples: int, num_tokens: int, duration_s: float) -> None:
+        """Count one trained batch of ``num_samples`` rows that took ``duration_s`` seconds."""
+        self.batch += 1
+        self.batch_in_epoch += 1
+        self.sample += num_samples
+        self.sample_in_epoch += num_samples
+        if num_tokens:
+            self.token += num_tokens
+            self.token_in_epoch += num_tokens
+            self.token_in_iteration += num_tokens
+        self.total_wct += duration_s
+        self.iteration_wct += duration_s
+        self.epoch_wct += duration_s
+        self.batch_wct = duration_s
+
+    def finish_epoch(self) -> None:
+        """Count an epoch and start the counters inside it anew."""
+        self.epoch += 1
+        self.epoch_in_iteration += 1
+        self.batch_in_epoch = self.sample_in_epoch = self.token_in_epoch = 0
+        self.epoch_wct = 0.0
+
+    def finish_iteration(self) -> None:
+        """Count an iteration and start the counters inside it anew."""
+        self.iteration += 1
+        self.epoch_in_iteration = self.token_in_iteration = 0
+        self.iteration_wct = 0.0

@@ -1,0 +1,1 @@
+"""A run: the trainer, the loop, the state they share."""

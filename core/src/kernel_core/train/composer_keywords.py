@@ -1,0 +1,20 @@
+"""Keyword arguments that Composer's users write, as the plugins that do the work here. A table, nothing else.
+
+The one place where the kernel knows names of plugins.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Keyword(NamedTuple):
+    """``keyword=True`` stands for this plugin; a default that is not installed is left out."""
+
+    kind: str
+    plugin: str
+
+
+KEYWORDS = {
+    "progress_bar": Keyword("loggers", "progress_bar"),
+}

@@ -1,0 +1,434 @@
+"""The facade: keyword arguments in, a run out."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from kernel_core.data.spec import DataSpec
+from kernel_core.device import resolve_device
+from kernel_core.engine import Engine
+from kernel_core.errors import OptionError, PluginLoadError, SurgeryError, TrainerError
+from kernel_core.logger import Logger
+from kernel_core.models import TrainableModel
+from kernel_core.optim import OptimizerRequest, ParameterGroups, build_optimizers, check_coverage
+from kernel_core.registry.base import LoggerDestination, Plugin
+from kernel_core.registry.discovery import find, installed_plugins
+from kernel_core.registry.options import bind_options
+from kernel_core.registry.plan import ActivePlugin, Plan, PluginRequest, build_plan, invoke, resolve
+from kernel_core.surgery import SurgeryReport, changed_paths, fingerprint, perform_surgery
+from kernel_core.timing import Time, TimeUnit
+from kernel_core.train.composer_keywords import KEYWORDS
+from kernel_core.train.evaluation import Evaluations, Evaluator, as_evaluators, check_subset, evaluate, predict
+from kernel_core.train.failure import annotate, call_all, raise_all
+from kernel_core.train.loop import training_steps
+from kernel_core.train.randomness import seed_all
+from kernel_core.train.state import State
+
+log = logging.getLogger(__name__)
+Plugins = PluginRequest | Sequence[PluginRequest] | None
+
+
+class Trainer:
+    """Trains a model.
+
+    Start-up, all in the constructor: ``init`` → surgery → ``model_transformed`` → the engine prepares the model → the
+    optimizers are pointed at its parameters → ``wrap_optimizer`` → ``before_load`` → ``after_load``.
+
+    Args:
+        model: What to train.
+        train_dataloader: A loader, DataSpec, or dict of DataSpec's arguments; may be given to ``fit`` instead.
+        max_duration: When to stop: epochs as an int, a time string such as ``"500ba"`` or ``"1h30m"``, or a Time.
+        eval_dataloader: A loader, DataSpec, Evaluator, or a sequence of Evaluators.
+        eval_interval: When to evaluate; 0 for never. What was not evaluated since the last batch is, at the end.
+        eval_subset_num_batches: For a bare ``eval_dataloader``: evaluate on the first batches only.
+        train_subset_num_batches: Cut every epoch to so many batches; -1 for whole epochs.
+        optimizers: Ready optimizers, or functions that make one from the parameters; one or several.
+        schedulers: torch's schedulers, or callables ``state -> multiplier``; one or several.
+        step_schedulers_every_batch: How torch's schedulers are stepped; None means by epoch.
+        plugins: Names, ``(name, options)`` and instances of algorithms, callbacks and loggers.
+        algorithms, callbacks, loggers: The same, for one kind.
+        parallelism: An engine: its name, ``{name: options}``, or an instance.
+        device: ``cpu``, ``gpu``, ``cuda:1``, ``mps``, …; None for the accelerator if there is one.
+        device_train_microbatch_size: Rows in a microbatch; None for the whole batch at once.
+        iteration_length: Epochs in an iteration; None makes the whole run one.
+        seed: For all randomness; None draws one.
+        run_name: None makes a fresh one.
+        progress_bar: Use the plugin of that name if it is installed.
+        strict: Make surgery without effect an error.
+
+    Raises:
+        KernelError: whatever cannot work is refused here, before anything starts.
+
+    Example:
+        >>> with Trainer(
+        ...     model=model,
+        ...     train_dataloader=loader,
+        ...     max_duration="2ep",
+        ...     optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     plugins=["gradient_clipping"],
+        ... ) as trainer:
+        ...     trainer.fit()
+    """
+
+    def __init__(
+        self,
+        *,
+        model: TrainableModel,
+        train_dataloader: Any = None,
+        max_duration: int | str | Time | None = None,
+        eval_dataloader: Any = None,
+        eval_interval: int | str | Time = 1,
+        eval_subset_num_batches: int = -1,
+        train_subset_num_batches: int = -1,
+        optimizers: OptimizerRequest | Sequence[OptimizerRequest] | None = None,
+        schedulers: Any = None,
+        step_schedulers_every_batch: bool | None = None,
+        plugins: Plugins = None,
+        algorithms: Plugins = None,
+        callbacks: Plugins = None,
+        loggers: Plugins = None,
+        parallelism: str | Mapping[str, Mapping[str, Any]] | Engine = "single",
+        device: str | torch.device | None = None,
+        device_train_microbatch_size: int | None = None,
+        iteration_length: int | None = None,
+        seed: int | None = None,
+        run_name: str | None = None,
+        progress_bar: bool = True,
+        strict: bool = False,
+    ) -> None:
+        if not isinstance(model, TrainableModel):
+            raise TrainerError(
+                f"model: got a {type(model).__name__}. Expected a TrainableModel, with forward(batch) and "
+                "loss(outputs, batch); Classifier(module) wraps a plain classifier."
+            )
+        _check_positive("device_train_microbatch_size", device_train_microbatch_size)
+        _check_positive("iteration_length", iteration_length)
+        seed = secrets.randbelow(2**31) if seed is None else seed
+        seed_all(seed)
+        asked = _resolve_all(plugins, algorithms, callbacks, loggers)
+        keywords = [name for name, wanted in {"progress_bar": progress_bar}.items() if wanted]
+        self.plan: Plan = build_plan(with_defaults(asked, keywords))
+        self.state = State(
+            _place(model, device),
+            device=_device_of(model, device),
+            seed=seed,
+            run_name=run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+            engine=resolve_engine(parallelism),
+            plan=self.plan,
+        )
+        self.surgery_report = self.state.surgery_report = SurgeryReport()
+        destinations = [one.plugin for one in self.plan.plugins if isinstance(one.plugin, LoggerDestination)]
+        self.logger = Logger(destinations, self.state.progress)
+        self._hooks = self.plan.bind(state=self.state, logger=self.logger)
+        self._closed = False
+        self._train_subset_num_batches = train_subset_num_batches
+        self._step_schedulers_every_batch = step_schedulers_every_batch
+        self._eval_interval = Time.from_input(eval_interval, TimeUnit.EPOCH)
+        self.state.max_duration = max_duration  # type: ignore[assignment]
+        self.state.iteration_length = iteration_length
+        self.state.device_train_microbatch_size = device_train_microbatch_size
+        self.state.schedulers = tuple(_as_list(schedulers))
+        self.state.evaluators = as_evaluators(eval_dataloader, eval_subset_num_batches)
+        self._data: DataSpec | None = None
+        if train_dataloader is not None:
+            self._set_train_data(train_dataloader)
+        try:
+            self._start(_as_list(optimizers), strict)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _start(self, optimizers: list[OptimizerRequest], strict: bool) -> None:
+        state, plan = self.state, self.plan
+        for active in plan.plugins:
+            active.plugin.check(state)
+        self._init_plugins()
+        ready = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
+        groups = ParameterGroups(state.model, ready)
+        perform_surgery(state, strict)
+        for call in plan.calls("model_transformed"):
+            invoke(call, {"model": state.model, "report": self.surgery_report})
+        state.model = state.engine.prepare(state.model, state.device)
+        groups.repoint(state.model, [change.path for change in self.surgery_report.changes])
+        made = build_optimizers(state.model, optimizers)
+        if made:
+            check_coverage(state.model, made)
+        state.optimizers = tuple(self._wrap(optimizer) for optimizer in made)
+        state.train_metrics = state.model.get_metrics(is_train=True)
+        for metric in state.train_metrics.values():
+            if hasattr(metric, "to"):
+                metric.to(state.device)
+        self.logger.log_hyperparameters(
+            {
+                "run_name": state.run_name,
+                "seed": state.seed,
+                "device": str(state.device),
+                "engine": state.engine.name,
+                "plugins": [active.id for active in plan.plugins],
+                "plan_digest": plan.digest,
+            }
+        )
+        for name in ("before_load", "after_load"):
+            for bound in getattr(self._hooks, name):
+                bound()
+
+    def _init_plugins(self) -> None:
+        calls = self.plan.calls("init")
+        if not calls:
+            return
+        before = fingerprint(self.state.model)
+        for call in calls:
+            invoke(call, {"state": self.state, "logger": self.logger})
+            if changed := changed_paths(before, fingerprint(self.state.model)):
+                raise SurgeryError(
+                    f"{call.plugin}: changed the model in init, at {changed[0] or 'its root'}. Surgery belongs in the hooks "
+                    "module_replacements or transform_model, where it is ordered, checked and reported."
+                )
+
+    def _wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        for call in self.plan.calls("wrap_optimizer"):
+            wrapped = invoke(call, {"optimizer": optimizer, "state": self.state})
+            optimizer = optimizer if wrapped is None else wrapped
+        return optimizer
+
+    def _set_train_data(self, train_dataloader: Any) -> None:
+        self._data = DataSpec.of(train_dataloader)
+        self.state.dataloader = self._data.dataloader
+        self.state.dataloader_label = "train"
+        length, limit = self._data.num_batches, self._train_subset_num_batches
+        self.state.dataloader_len = length if limit < 0 else limit if length is None else min(length, limit)
+
+    def fit(self, train_dataloader: Any = None, *, duration: int | str | Time | None = None) -> None:
+        """Train until ``max_duration``. May be called again.
+
+        Args:
+            train_dataloader: Train on this from now on.
+            duration: Train for so much more, whatever was trained before.
+
+        Raises:
+            TrainerError: there is no loader, optimizer or duration, or the trainer is closed.
+        """
+        for _ in self.steps(train_dataloader, duration=duration):
+            pass
+
+    def steps(self, train_dataloader: Any = None, *, duration: int | str | Time | None = None) -> Iterator[None]:
+        """Train one batch each time the iterator is advanced; the arguments are those of ``fit``.
+
+        An exception is passed to ``fit_failed``, the trainer closes, and the exception goes on.
+        """
+        try:
+            yield from self._training_steps(train_dataloader, duration)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _training_steps(self, train_dataloader: Any, duration: int | str | Time | None) -> Iterator[None]:
+        state = self.state
+        if self._closed:
+            raise TrainerError("fit: this trainer is closed. Make a new one.")
+        if train_dataloader is not None:
+            self._set_train_data(train_dataloader)
+        if self._data is None:
+            raise TrainerError("fit: no train_dataloader. Give one to Trainer or to fit.")
+        if not state.optimizers:
+            raise TrainerError(
+                "fit: no optimizer. Give Trainer optimizers=torch.optim.AdamW(model.parameters(), lr=...), or a function "
+                "of the parameters that makes one."
+            )
+        if duration is not None:
+            more = Time.from_input(duration, TimeUnit.EPOCH)
+            state.max_duration = Time(state.progress.value(more.unit) // 1, more.unit) + more
+        if state.max_duration is None:
+            raise TrainerError("fit: no max_duration. Give one to Trainer, or fit(duration=...).")
+        state.resume_training()
+        if state.stopped:
+            log.warning("fit: max_duration=%s is reached already; nothing is trained.", state.max_duration)
+        for optimizer in state.optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+        for evaluator in state.evaluators:
+            check_subset(evaluator)
+        evaluations = Evaluations(state, self._hooks, self.logger, self._eval_interval)
+        by_batch = bool(self._step_schedulers_every_batch)
+        yield from training_steps(state, self._hooks, self.logger, self._data, evaluations, by_batch)
+
+    def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> dict[str, Any]:
+        """Evaluate now.
+
+        Args:
+            eval_dataloader: What to evaluate on; the default is the trainer's evaluators.
+            subset_num_batches: For a bare loader: the first batches only.
+
+        Returns:
+            ``<label>/<name>`` to what the metric computed.
+
+        Raises:
+            TrainerError: there is nothing to evaluate on.
+        """
+        evaluators: list[Evaluator] = (
+            self.state.evaluators if eval_dataloader is None else as_evaluators(eval_dataloader, subset_num_batches)
+        )
+        if not evaluators:
+            raise TrainerError("eval: no eval_dataloader. Give one to Trainer or to eval.")
+        for evaluator in evaluators:
+            check_subset(evaluator)
+        try:
+            for call in self._hooks.eval_standalone_start:
+                call()
+            evaluate(self.state, self._hooks, self.logger, evaluators)
+            for call in self._hooks.eval_standalone_end:
+                call()
+        except BaseException as error:
+            annotate(error, self.state)
+            raise
+        labels = {evaluator.label for evaluator in evaluators}
+        values = self.state.eval_metric_values
+        return {name: value for name, value in values.items() if name.partition("/")[0] in labels}
+
+    def predict(self, dataloader: Any, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
+        """Return the model's outputs for each batch, on the CPU; an empty list without ``return_outputs``."""
+        try:
+            return predict(self.state, self._hooks, DataSpec.of(dataloader), subset_num_batches, return_outputs)
+        except BaseException as error:
+            annotate(error, self.state)
+            raise
+
+    def close(self) -> None:
+        """Run every plugin's ``close``, then the engine's. May be called twice.
+
+        Raises:
+            Exception: what a plugin raised, after all had their turn; several come as one ``ExceptionGroup``.
+        """
+        raise_all("closing the trainer failed", self._close())
+
+    def _close(self) -> list[Exception]:
+        if self._closed:
+            return []
+        self._closed = True
+        errors = call_all(self._hooks.close)
+        for error in errors:
+            annotate(error, self.state)
+        return errors + call_all([self.state.engine.close])
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the plugins, close, and raise everything together if that fails too."""
+        annotate(error, self.state)
+        calls = self.plan.calls("fit_failed")
+        later = (
+            call_all([partial(invoke, call, {"state": self.state, "error": error}) for call in calls]) + self._close()
+        )
+        if later:
+            raise BaseExceptionGroup("the run failed, and so did closing it", [error, *later])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            for later in self._close():
+                error.add_note(f"closing the trainer failed too: {type(later).__name__}: {later}")
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _requests(value: Plugins) -> list[PluginRequest]:
+    if value is None:
+        return []
+    is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+    return [value] if isinstance(value, str | Plugin) or is_pair else list(value)  # type: ignore[list-item, arg-type]
+
+
+def _resolve_all(plugins: Plugins, algorithms: Plugins, callbacks: Plugins, loggers: Plugins) -> list[ActivePlugin]:
+    active = resolve(_requests(plugins))
+    for kind, given in (("algorithms", algorithms), ("callbacks", callbacks), ("loggers", loggers)):
+        requests = _requests(given)
+        for request in requests:
+            if isinstance(request, Plugin) and request.kind != kind:
+                raise PluginLoadError(
+                    f"{kind}: {request.name} is one of the {request.kind}. Give it as {request.kind}= or as plugins=."
+                )
+        active = resolve(requests, (kind,), active)
+    return active
+
+
+def with_defaults(active: list[ActivePlugin], keywords: Iterable[str]) -> list[ActivePlugin]:
+    """Add the plugins that keywords stand for, unless they are there already or not installed."""
+    names = {one.plugin.name for one in active}
+    installed = {(info.kind, info.name) for info in installed_plugins()}
+    wanted = [KEYWORDS[keyword] for keyword in keywords]
+    extra = [key.plugin for key in wanted if key.plugin not in names and (key.kind, key.plugin) in installed]
+    return resolve(extra, active=active)
+
+
+def resolve_engine(parallelism: str | Mapping[str, Mapping[str, Any]] | Engine) -> Engine:
+    """Return the engine for a name, ``{name: options}`` or an instance.
+
+    Raises:
+        TrainerError: several are named.
+        PluginLoadError: the entry point is not an engine.
+        OptionError: an option does not fit.
+    """
+    if isinstance(parallelism, Engine):
+        return parallelism
+    named = {parallelism: {}} if isinstance(parallelism, str) else dict(parallelism)
+    if len(named) != 1:
+        raise TrainerError(f"parallelism: got {sorted(named)}. Expected one engine.")
+    ((name, options),) = named.items()
+    info = find(name, ("parallelism",))
+    engine_class = info.load()
+    if not (isinstance(engine_class, type) and issubclass(engine_class, Engine)):
+        raise PluginLoadError(f"{info.name}: {info.value} of {info.distribution} is no kernel_core.Engine.")
+    if engine_class.__init__ is object.__init__:
+        if options:
+            raise OptionError(f"{info.name}.{min(options)}: unknown option. It takes no options.")
+        return engine_class()
+    bound = bind_options(engine_class, info.name, (), options or {})
+    return engine_class(*bound.args, **bound.kwargs)
+
+
+def _devices(model: torch.nn.Module) -> set[torch.device]:
+    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+
+
+def _device_of(model: torch.nn.Module, device: str | torch.device | None) -> torch.device:
+    """Return where batches go: the device asked for, or that of the first parameter of a model spread over several."""
+    devices = _devices(model)
+    if device is None and len(devices) > 1:
+        return next(tensor.device for tensor in model.parameters())
+    return resolve_device(device)
+
+
+def _place(model: TrainableModel, device: str | torch.device | None) -> TrainableModel:
+    """Move the model to the run's device; one that is spread over several devices, or on meta, stays where it is."""
+    devices = _devices(model)
+    if len(devices) > 1 or any(where.type == "meta" for where in devices):
+        if device is not None and len(devices) > 1:
+            raise TrainerError(
+                f"device: {str(device)!r} was asked for, and the model is spread over "
+                f"{', '.join(sorted(map(str, devices)))}. Leave device out to keep it so, or move the model to one device."
+            )
+        return model
+    return model.to(resolve_device(device))
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise TrainerError(f"{name}: got {value!r}. Expected a whole number of at least 1, or None.")

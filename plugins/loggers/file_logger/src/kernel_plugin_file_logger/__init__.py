@@ -1,0 +1,120 @@
+"""Write everything that is logged to a file, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+from kernel_core import LoggerDestination, State, hookimpl
+from kernel_core.errors import OptionError
+from pydantic import Field
+
+__all__ = ["FileLogger", "jsonable"]
+
+
+def jsonable(value: Any) -> Any:
+    """Return a number for a scalar (reading a tensor waits for its device), null for one that is not finite."""
+    if hasattr(value, "numel"):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    elif hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+class FileLogger(LoggerDestination):
+    """Append each record to a file as a line ``{"step": …, "time": …, "<metric>": …}``.
+
+    Tensors are kept as they are until the next flush, so that logging never waits for the device in the middle of a
+    step.
+
+    Args:
+        filename: Where to; ``{run_name}`` and ``{rank}`` are filled in. Folders are made.
+        flush_interval: Write after so many records, and at the end of an epoch, an evaluation and the run.
+        overwrite: Replace a file that is there; without it, records are appended.
+    """
+
+    def __init__(
+        self,
+        filename: str = "{run_name}/metrics.jsonl",
+        flush_interval: Annotated[int, Field(ge=1)] = 100,
+        overwrite: bool = False,
+    ) -> None:
+        try:
+            filename.format(run_name="", rank=0)
+        except (KeyError, IndexError, ValueError) as error:
+            raise OptionError(
+                f"file_logger.filename: got {filename!r}, with an unknown placeholder {error}. "
+                "Expected {run_name} and {rank} only."
+            ) from None
+        self.filename = filename
+        self.flush_interval = flush_interval
+        self.overwrite = overwrite
+        self._file: TextIO | None = None
+        self._waiting: list[dict[str, Any]] = []
+
+    @hookimpl
+    def init(self, state: State) -> None:
+        """Open the file."""
+        path = Path(self.filename.format(run_name=state.run_name, rank=state.rank))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w" if self.overwrite else "a", encoding="utf-8")
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Keep the record; write when enough are waiting."""
+        self._waiting.append({"step": step, "time": time.time(), **metrics})
+        if len(self._waiting) >= self.flush_interval:
+            self.flush()
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Write a record ``{"hyperparameters": {…}}``."""
+        self._waiting.append({"time": time.time(), "hyperparameters": dict(hyperparameters)})
+        self.flush()
+
+    def log_table(self, columns: list[str], rows: list[list[Any]], name: str, step: int) -> None:
+        """Write a record ``{"table": name, "columns": …, "rows": …}``."""
+        self._waiting.append({"step": step, "time": time.time(), "table": name, "columns": columns, "rows": rows})
+
+    def flush(self) -> None:
+        """Write what is waiting (one device sync for each tensor in it)."""
+        if self._file is None or not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        self._file.writelines(json.dumps(jsonable(record), allow_nan=False) + "\n" for record in waiting)
+        self._file.flush()
+
+    @hookimpl
+    def epoch_end(self) -> None:
+        """Write what is waiting."""
+        self.flush()
+
+    @hookimpl
+    def eval_after_all(self) -> None:
+        """Write what is waiting."""
+        self.flush()
+
+    @hookimpl
+    def fit_end(self) -> None:
+        """Write what is waiting."""
+        self.flush()
+
+    @hookimpl
+    def fit_failed(self) -> None:
+        """Write what is waiting, so that the last steps before the failure are there."""
+        self.flush()
+
+    @hookimpl
+    def close(self) -> None:
+        """Write what is waiting and close the file."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
