@@ -36,7 +36,7 @@ class ParameterGroups:
         optimizers: The ready optimizers among those of the run.
 
     Raises:
-        OptimizerError: an optimizer holds parameters that are not the model's.
+        OptimizerError: an optimizer holds parameters that are not the model's, or two groups share one.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -54,7 +54,10 @@ class ParameterGroups:
             for number, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
                     for name in names[id(parameter)]:
-                        self._group_of[name] = (index, number)
+                        if self._group_of.setdefault(name, (index, number)) != (index, number):
+                            raise OptimizerError(
+                                f"optimizers: the parameter {name} is in 2 groups. Every parameter belongs to exactly one."
+                            )
 
     def repoint(self, model: nn.Module, replaced: Iterable[str]) -> None:
         """Point every group at ``model``'s parameters of the remembered names.

@@ -7,9 +7,11 @@ costs a tenth of a microsecond; ``Timestamp`` is the immutable picture of them t
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 from kernel_core.errors import TimeStringError
@@ -228,6 +230,13 @@ _COUNTER = {
     TimeUnit.TOKEN: "token",
     TimeUnit.SECOND: "total_wct",
 }
+
+
+def reader(unit: TimeUnit) -> Callable[[Any], float]:
+    """Return the function that reads the total in ``unit`` off a ``Progress`` or ``Timestamp``."""
+    return attrgetter(_COUNTER[unit])
+
+
 _FIELDS = tuple(field.name for field in fields(Timestamp))
 
 
@@ -262,10 +271,6 @@ class Progress:
     def value(self, unit: TimeUnit) -> int | float:
         """Return the total in ``unit``; seconds with their fraction."""
         return getattr(self, _COUNTER[unit])  # type: ignore[no-any-return]
-
-    def reached(self, time: Time) -> bool:
-        """Say whether ``time`` has passed."""
-        return bool(self.value(time.unit) >= time.value)
 
     def timestamp(self) -> Timestamp:
         """Return the immutable picture of now (about 1 µs: built when read, not each batch)."""

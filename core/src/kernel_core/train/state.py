@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernel_core.data.spec import get_item, set_item
 from kernel_core.errors import TrainerError
-from kernel_core.timing import Progress, Time, Timestamp, TimeUnit
+from kernel_core.timing import Progress, Time, Timestamp, TimeUnit, reader
 from kernel_core.train.randomness import SCOPES, Scope, keyed_generator
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class State:
         self.eval_progress = Progress()
         self.predict_progress = Progress()
         self._max_duration: Time | None = None
+        self._limit: float = float("inf")
+        self._clock = reader(TimeUnit.BATCH)
         self._stopped = False
 
     @property
@@ -120,18 +122,17 @@ class State:
     @max_duration.setter
     def max_duration(self, value: Time | str | int | None) -> None:
         if value is None:
-            self._max_duration = None
+            self._max_duration, self._limit = None, float("inf")
             return
         duration = Time.from_input(value, TimeUnit.EPOCH)
         if duration.unit is TimeUnit.DURATION:
             raise TrainerError(f"max_duration: got {duration}. A share of the run cannot say how long the run is.")
-        self._max_duration = duration
+        self._max_duration, self._limit, self._clock = duration, duration.value, reader(duration.unit)
 
     @property
     def stopped(self) -> bool:
         """Whether ``stop_training`` was called, or ``max_duration`` is reached."""
-        limit = self._max_duration
-        return self._stopped or (limit is not None and self.progress.reached(limit))
+        return self._stopped or self._clock(self.progress) >= self._limit  # read after every batch
 
     def stop_training(self) -> None:
         """End training after the current batch."""

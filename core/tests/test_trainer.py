@@ -1,0 +1,362 @@
+"""Start-up, failure and closing, and wrong use with one clear message."""
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_core import Algorithm, Callback, Evaluator, LoggerDestination, TrainableModel, Trainer, hookimpl
+from kernel_core.errors import ConflictError, DataError, PluginLoadError, PluginNotFoundError, TrainerError
+from torch import nn
+
+
+class Line(TrainableModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+
+    def forward(self, batch: Any) -> Any:
+        return self.line(batch)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs.square().mean()
+
+
+DATA = [torch.ones(4, 2)] * 3
+
+
+def make(*plugins: Any, **kwargs: Any) -> Trainer:
+    model = Line()
+    options: dict[str, Any] = {
+        "model": model,
+        "optimizers": torch.optim.SGD(model.parameters(), lr=0.1),
+        "train_dataloader": DATA,
+        "max_duration": "1ep",
+        "device": "cpu",
+        "plugins": list(plugins),
+        "progress_bar": False,
+    }
+    return Trainer(**(options | kwargs))
+
+
+def test_start_up_has_the_order_of_the_design() -> None:
+    log: list[str] = []
+
+    class Everything(Algorithm):
+        @hookimpl
+        def init(self) -> None:
+            log.append("init")
+
+        @hookimpl
+        def transform_model(self, model: Any, report: Any) -> None:
+            log.append("surgery")
+            report.record("line", "", "", "looked at")
+
+        @hookimpl
+        def model_transformed(self, report: Any) -> None:
+            log.append(f"model_transformed, {len(report.changes)} change")
+
+        @hookimpl
+        def wrap_optimizer(self) -> None:
+            log.append("wrap_optimizer")
+
+        @hookimpl
+        def before_load(self) -> None:
+            log.append("before_load")
+
+        @hookimpl
+        def after_load(self) -> None:
+            log.append("after_load")
+
+        def check(self, state: Any) -> None:
+            log.append(f"check under {state.engine.name}")
+
+    make(Everything())
+    assert log == [
+        "check under single",
+        "init",
+        "surgery",
+        "model_transformed, 1 change",
+        "wrap_optimizer",
+        "before_load",
+        "after_load",
+    ]
+
+
+def test_a_plugin_that_cannot_work_is_refused_before_anything_starts() -> None:
+    class Picky(Algorithm):
+        def check(self, state: Any) -> None:
+            raise ConflictError(f"picky: cannot work under the engine {state.engine.name}. Use another.")
+
+        @hookimpl
+        def init(self) -> None:
+            raise AssertionError("started")
+
+    with pytest.raises(ConflictError, match="picky: cannot work under the engine single"):
+        make(Picky())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"model": nn.Linear(1, 1)}, TrainerError, r"model: got a Linear\. Expected a TrainableModel"),
+        ({"device_train_microbatch_size": 0}, TrainerError, r"device_train_microbatch_size: got 0\. Expected a whole"),
+        ({"iteration_length": -1}, TrainerError, r"iteration_length: got -1"),
+        ({"max_duration": "0.5dur"}, TrainerError, r"max_duration: got 0\.5dur\. A share of the run cannot say"),
+        ({"device": "cuda"}, TrainerError, r"device: 'cuda' was asked for, and this machine has no accelerator"),
+        ({"device": "gpu:1"}, TrainerError, r"device: 'gpu:1' was asked for"),
+        ({"device": "cup"}, TrainerError, r"device: unknown device 'cup'\. Did you mean 'cpu'"),
+        (
+            {"parallelism": "sinlge"},
+            PluginNotFoundError,
+            r"sinlge: no parallelism of that name.* Did you mean 'single'",
+        ),
+        ({"parallelism": {"single": {}, "ddp": {}}}, TrainerError, r"parallelism: got \['ddp', 'single'\]"),
+        ({"train_dataloader": 3}, DataError, r"dataloader: got 3, which is not iterable"),
+        (
+            {"train_dataloader": {"data": 3}},
+            DataError,
+            r"got a dict with \['data'\]\. Expected the arguments of DataSpec",
+        ),
+        ({"eval_dataloader": [Evaluator("a", DATA), DATA]}, TrainerError, r"got Evaluators and other things"),
+        ({"eval_dataloader": [Evaluator("a", DATA)] * 2}, TrainerError, r"two evaluators have the label 'a'"),
+        ({"plugins": ["alibbbi"]}, PluginNotFoundError, r"alibbbi: no algorithm or callback or logger"),
+        ({"plugins": [3]}, PluginLoadError, r"plugins: got 3\. Expected a name"),
+    ],
+)
+def test_wrong_use_is_one_clear_error(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
+    if str(kwargs.get("device", "")).startswith(("cuda", "gpu")) and torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(error, match=message):
+        make(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"train_dataloader": None}, "fit: no train_dataloader"),
+        ({"optimizers": None}, "fit: no optimizer"),
+        ({"max_duration": None}, "fit: no max_duration"),
+    ],
+)
+def test_fit_says_what_is_missing(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainerError, match=message):
+        make(**kwargs).fit()
+
+
+def test_a_plugin_of_the_wrong_kind_is_refused() -> None:
+    class Watch(Callback):
+        pass
+
+    with pytest.raises(PluginLoadError, match=r"algorithms: watch is one of the callbacks"):
+        make(algorithms=Watch())
+
+
+def test_an_endless_evaluator_needs_a_limit() -> None:
+    endless = Evaluator("endless", iter(DATA))
+    with pytest.raises(DataError, match=r"evaluator endless: its loader has no length"):
+        make(eval_dataloader=endless).fit()
+
+
+class Failing(Callback):
+    def __init__(self, at: str = "batch_end") -> None:
+        self.at = at
+
+    @hookimpl
+    def batch_end(self, state: Any) -> None:
+        if self.at == "batch_end" and state.progress.batch == 2:
+            raise ZeroDivisionError("planted")
+
+    @hookimpl
+    def close(self) -> None:
+        if self.at == "close":
+            raise OSError("cannot close")
+
+
+class Witness(Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    @hookimpl
+    def fit_failed(self, error: BaseException) -> None:
+        self.seen.append(f"failed with {type(error).__name__}")
+
+    @hookimpl
+    def close(self) -> None:
+        self.seen.append("closed")
+
+
+def test_an_exception_names_plugin_hook_rank_and_time_and_everybody_closes() -> None:
+    witness = Witness()
+    trainer = make(Failing(), witness)
+    with pytest.raises(ZeroDivisionError, match="planted") as caught:
+        trainer.fit()
+    assert caught.value.__notes__ == [
+        "in plugin 'failing' (of no distribution), hook batch_end, rank 0, epoch 0, batch 2"
+    ]
+    assert witness.seen == ["failed with ZeroDivisionError", "closed"]
+    trainer.close()
+    assert witness.seen.count("closed") == 1
+    with pytest.raises(TrainerError, match="this trainer is closed"):
+        trainer.fit()
+
+
+def test_an_exception_of_the_model_says_how_far_the_run_was() -> None:
+    class Broken(Line):
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            raise ValueError("no loss today")
+
+    with pytest.raises(ValueError, match="no loss today") as caught:
+        make(model=Broken(), optimizers=lambda p: torch.optim.SGD(p, lr=0.1), run_name="brave-run").fit()
+    assert caught.value.__notes__ == ["the run 'brave-run' failed at rank 0, epoch 0, batch 0"]
+
+
+def test_every_plugin_closes_whatever_another_raises() -> None:
+    witness = Witness()
+    trainer = make(Failing("close", id="a"), Failing("close", id="b"), witness)
+    with pytest.raises(ExceptionGroup, match="closing the trainer failed") as caught:
+        trainer.close()
+    assert [str(error) for error in caught.value.exceptions] == ["cannot close", "cannot close"]
+    assert "in plugin 'a'" in caught.value.exceptions[0].__notes__[0]
+    assert witness.seen == ["closed"]
+
+
+def test_a_failure_and_a_failing_close_come_out_together() -> None:
+    class Both(Failing):
+        @hookimpl
+        def close(self) -> None:
+            raise OSError("cannot close either")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        make(Both()).fit()
+    assert [type(error) for error in caught.value.exceptions] == [ZeroDivisionError, OSError]
+
+
+def test_leaving_the_context_closes_and_keeps_the_error() -> None:
+    witness = Witness()
+    with make(witness) as trainer:
+        trainer.fit()
+    assert witness.seen == ["closed"]
+    with pytest.raises(KeyError) as caught:
+        with make(Failing("close")):
+            raise KeyError("of the user")
+    assert caught.value.__notes__ == ["closing the trainer failed too: OSError: cannot close"]
+
+
+def test_leaving_a_step_iterator_is_no_failure() -> None:
+    witness = Witness()
+    trainer = make(witness)
+    steps = trainer.steps()
+    next(steps)
+    steps.close()
+    assert witness.seen == []
+    trainer.fit()
+    assert trainer.state.timestamp.batch == 3
+
+
+class Unreliable(LoggerDestination):
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.calls = 0
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise ConnectionError("no route")
+
+
+def test_a_logger_that_keeps_failing_is_switched_off_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    hopeless, recovers = Unreliable(99, id="hopeless"), Unreliable(2, id="recovers")  # type: ignore[call-arg]
+    trainer = make(hopeless, recovers, max_duration="4ep")
+    trainer.fit()
+    assert trainer.state.timestamp.batch == 12
+    assert hopeless.calls == 3
+    assert recovers.calls == 12
+    assert "switched off for the rest of the run" in caplog.text
+
+
+def test_nothing_is_logged_unless_somebody_listens_and_steps_count_batches() -> None:
+    class Keep(LoggerDestination):
+        def __init__(self) -> None:
+            self.records: list[tuple[int, dict[str, Any]]] = []
+            self.settings: dict[str, Any] = {}
+
+        def log_metrics(self, metrics: Any, step: int) -> None:
+            self.records.append((step, dict(metrics)))
+
+        def log_hyperparameters(self, hyperparameters: Any) -> None:
+            self.settings |= hyperparameters
+
+    assert not make().logger.listening
+    keep = Keep()
+    trainer = make(keep, seed=7, run_name="kept")
+    trainer.fit()
+    assert [step for step, _ in keep.records] == [1, 2, 3]
+    assert keep.records[2][1]["time/sample"] == 12
+    assert isinstance(keep.records[0][1]["loss/train/total"], torch.Tensor)  # read later, not in the step
+    assert (keep.settings["seed"], keep.settings["run_name"]) == (7, "kept")
+
+
+def test_run_names_are_fresh_unless_given() -> None:
+    names = {make().state.run_name for _ in range(5)}
+    assert len(names) == 5
+
+
+# --- keyed randomness -----------------------------------------------------------------------------------------------
+
+
+class Draws(Algorithm):
+    def __init__(self, scope: str = "batch") -> None:
+        self.scope = scope
+        self.drawn: list[float] = []
+
+    @hookimpl
+    def before_forward(self, state: Any) -> None:
+        self.drawn.append(float(torch.rand((), generator=state.generator(self, self.scope))))
+
+
+def drawn(*plugins: Any, **kwargs: Any) -> list[float]:
+    make(*plugins, **{"seed": 1, **kwargs}).fit()
+    return [value for plugin in plugins if isinstance(plugin, Draws) for value in plugin.drawn]
+
+
+def test_streams_depend_on_seed_plugin_batch_and_on_nothing_else() -> None:
+    alone = drawn(Draws())
+    assert len(set(alone)) == 3
+    assert drawn(Draws()) == alone
+    assert drawn(Draws(), Witness(), model=Line(), optimizers=lambda p: torch.optim.Adam(p)) == alone
+    assert drawn(Draws(), seed=2) != alone
+    assert drawn(Draws(id="other")) != alone  # type: ignore[call-arg]
+    both = drawn(Draws(id="other"), Draws())  # type: ignore[call-arg]
+    assert both[3:] == alone
+
+
+def test_a_scope_adds_what_it_names() -> None:
+    per_batch = drawn(Draws("batch"), device_train_microbatch_size=2)
+    assert per_batch[0::2] == per_batch[1::2]
+    per_microbatch = drawn(Draws("microbatch"), device_train_microbatch_size=2)
+    assert len(set(per_microbatch)) == 6
+
+
+def test_drawing_shifts_no_global_generator() -> None:
+    make(Draws(), seed=1).fit()
+    one = torch.rand(2)
+    make(seed=1).fit()
+    assert torch.equal(torch.rand(2), one)
+
+
+def test_sample_streams_follow_the_sample_and_scopes_are_checked() -> None:
+    draws = Draws()
+    state = make(draws, seed=1).state
+
+    def value(**key: Any) -> float:
+        return float(torch.rand((), generator=state.generator(draws, "sample", **key)))
+
+    first = value(sample=17)
+    state.progress.batch += 5
+    assert value(sample=17) == first
+    assert value(sample=18) != first
+    assert value(sample=17, key="crop") != first
+    with pytest.raises(ValueError, match="needs sample="):
+        state.generator(draws, "sample")
+    with pytest.raises(ValueError, match=r"unknown scope 'node'"):
+        state.generator(draws, "node")  # type: ignore[arg-type]
