@@ -142,33 +142,10 @@ def _record(name: str) -> Any:
     return hookimpl(record)
 
 
-TRAINING = [
-    "fit_start",
-    "iteration_start",
-    "epoch_start",
-    "before_dataloader",
-    "after_dataloader",
-    "batch_start",
-    "before_train_batch",
-    "before_forward",
-    "after_forward",
-    "before_loss",
-    "after_loss",
-    "before_backward",
-    "after_backward",
-    "after_train_batch",
-    "batch_end",
-    "batch_checkpoint",
-    "epoch_end",
-    "epoch_checkpoint",
-    "iteration_end",
-    "iteration_checkpoint",
-    "fit_end",
-    "eval_before_all",
-    "eval_start",
-    "eval_end",
-    "eval_after_all",
-]
+TRAINING = """fit_start iteration_start epoch_start before_dataloader after_dataloader batch_start before_train_batch
+    before_forward after_forward before_loss after_loss before_backward after_backward after_train_batch
+    batch_end batch_checkpoint epoch_end epoch_checkpoint iteration_end iteration_checkpoint fit_end
+    eval_before_all eval_start eval_end eval_after_all""".split()
 for _name in TRAINING:
     setattr(Recorder, _name, _record(_name))
 

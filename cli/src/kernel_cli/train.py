@@ -19,12 +19,6 @@ from kernel_cli.config import apply_arguments, load_source
 from kernel_cli.output import columns
 
 
-class RunFailed(KernelError):
-    """Training began and could not go on."""
-
-    exit_code = 1
-
-
 def train(
     source: str | None,
     plugins: str,
@@ -63,7 +57,8 @@ def train(
             try:
                 trainer.fit()
             except KernelError as error:
-                raise RunFailed(f"{error}") from error
+                error.exit_code = 1  # training had begun: the run failed, it was not refused
+                raise
     metrics = _metrics(trainer)
     if not dry_run:
         _print_metrics(metrics)

@@ -58,15 +58,29 @@ class FileLogger(LoggerDestination):
         self.filename = filename
         self.flush_interval = flush_interval
         self.overwrite = overwrite
+        self._path = Path()
         self._file: TextIO | None = None
         self._waiting: list[dict[str, Any]] = []
 
     @hookimpl
     def init(self, state: State) -> None:
+        """Fill in the placeholders. The file is made when the run begins, so that one that is refused leaves none."""
+        self._path = Path(self.filename.format(run_name=state.run_name, rank=state.rank))
+
+    @hookimpl
+    def fit_start(self) -> None:
         """Open the file."""
-        path = Path(self.filename.format(run_name=state.run_name, rank=state.rank))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w" if self.overwrite else "a", encoding="utf-8")
+        self._open()
+
+    @hookimpl
+    def eval_standalone_start(self) -> None:
+        """Open the file."""
+        self._open()
+
+    def _open(self) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w" if self.overwrite else "a", encoding="utf-8")
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
         """Keep the record; write when enough are waiting."""
