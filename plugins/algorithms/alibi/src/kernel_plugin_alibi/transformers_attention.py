@@ -157,9 +157,10 @@ def _check_one_sequence(q_length: int, kv_length: int, q_offset: int) -> None:
 
 
 def _is_all_tokens(attention_mask: Tensor, length: int) -> bool:
-    if attention_mask.shape[-1] != length or torch.compiler.is_compiling():
+    # looked at on the CPU only: elsewhere it would stop the host once a step to save memory
+    if attention_mask.device.type != "cpu" or attention_mask.shape[-1] != length or torch.compiler.is_compiling():
         return False
-    return bool(attention_mask.all())  # one device sync, against a mask as many times larger as the batch has rows
+    return bool(attention_mask.all())
 
 
 def _dtype_of_scores(config: PreTrainedConfig, hidden: torch.dtype, device_type: str) -> torch.dtype:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kernel_core import LoggerDestination, State, hookimpl
+from kernel_core.train.evaluation import number
 from pydantic import Field
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class ProgressBar(LoggerDestination):
     def _show(self, state: State, now: float) -> None:
         elapsed = state.get_elapsed_duration()
         done = None if elapsed is None else float(elapsed)
-        values = {name: float(value) for name, value in self._latest.items() if name.startswith("loss/")}
+        values = self._values("loss/")
         count = f"epoch {state.progress.epoch}, batch {state.progress.batch}"
         if self._bar is None:
             self._print(progress_line("train", done, count, now - self._started, values))
@@ -97,10 +98,14 @@ class ProgressBar(LoggerDestination):
     @hookimpl
     def eval_end(self, state: State) -> None:
         """Write the metrics of the evaluator above the bar."""
-        prefix = f"metrics/{state.dataloader_label}/"
-        values = {name: float(value) for name, value in self._latest.items() if name.startswith(prefix)}
+        values = self._values(f"metrics/{state.dataloader_label}/")
         if values and not state.rank:
             self._print(progress_line("eval ", None, f"batch {state.progress.batch}", self._since(), values))
+
+    def _values(self, prefix: str) -> dict[str, float]:
+        """Return the latest scalars under ``prefix`` (one device sync for each)."""
+        read = {name: number(value) for name, value in self._latest.items() if name.startswith(prefix)}
+        return {name: value for name, value in read.items() if value is not None}
 
     def _since(self) -> float:
         return time.perf_counter() - self._started if self._started else 0.0

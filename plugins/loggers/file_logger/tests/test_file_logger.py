@@ -1,0 +1,148 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_core import Callback, TrainableModel, Trainer, hookimpl
+from kernel_core.errors import OptionError
+from kernel_plugin_file_logger import FileLogger, jsonable
+from torch import nn
+
+
+class Line(TrainableModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+
+    def forward(self, batch: Any) -> Any:
+        return self.line(batch)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs.square().mean()
+
+
+def make(*plugins: Any, **kwargs: Any) -> Trainer:
+    model = Line()
+    return Trainer(
+        model=model,
+        train_dataloader=[torch.ones(4, 2)] * 3,
+        max_duration="2ep",
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        plugins=list(plugins),
+        device="cpu",
+        run_name="test-run",
+        progress_bar=False,
+        **kwargs,
+    )
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_everything_that_is_logged_is_a_line(tmp_path: Path) -> None:
+    class Talk(Callback):
+        @hookimpl
+        def epoch_end(self, logger: Any) -> None:
+            logger.log_metrics({"a/tensor": torch.tensor(1.5), "a/nan": float("nan"), "a/numpy": np.float32(2)})
+            logger.log_table(["x", "y"], [[1, "one"], [2, torch.tensor(2.0)]], name="pairs")
+
+    with make(FileLogger(str(tmp_path / "{run_name}/rank{rank}.jsonl")), Talk()) as trainer:
+        trainer.fit()
+    lines = records(tmp_path / "test-run" / "rank0.jsonl")
+    assert lines[0]["hyperparameters"]["run_name"] == "test-run"
+    assert [line["step"] for line in lines if "loss/train/total" in line] == [1, 2, 3, 4, 5, 6]
+    (first, _) = [line for line in lines if "a/tensor" in line]
+    assert (first["a/tensor"], first["a/nan"], first["a/numpy"]) == (1.5, None, 2.0)
+    (table, _) = [line for line in lines if "table" in line]
+    assert (table["columns"], table["rows"]) == (["x", "y"], [[1, "one"], [2, 2.0]])
+
+
+def test_what_was_logged_before_a_failure_is_there(tmp_path: Path) -> None:
+    class Fails(Callback):
+        @hookimpl
+        def batch_end(self, state: Any) -> None:
+            if state.progress.batch == 2:
+                raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        make(FileLogger(str(tmp_path / "log")), Fails()).fit()
+    assert [line["step"] for line in records(tmp_path / "log") if "loss/train/total" in line] == [1, 2]
+
+
+def test_values_are_read_when_they_are_written_and_not_in_the_step(tmp_path: Path) -> None:
+    read = []
+
+    class Lazy:
+        def numel(self) -> int:
+            return 1
+
+        def item(self) -> float:
+            read.append(1)
+            return 3.0
+
+    logger = FileLogger(str(tmp_path / "log"), flush_interval=3)
+    make(logger)._hooks.fit_start[0]()
+    logger.flush()
+    for step in range(2):
+        logger.log_metrics({"value": Lazy()}, step)
+    assert read == []
+    logger.log_metrics({"value": Lazy()}, 2)
+    assert read == [1, 1, 1]
+    logger.close()
+
+
+def test_a_second_run_appends_unless_told_to_overwrite(tmp_path: Path) -> None:
+    def run(overwrite: bool) -> int:
+        with make(FileLogger(str(tmp_path / "log"), overwrite=overwrite)) as trainer:
+            trainer.fit()
+        return len(records(tmp_path / "log"))
+
+    one = run(False)
+    assert run(False) == 2 * one
+    assert run(True) == one
+
+
+def test_a_run_that_never_begins_leaves_no_file(tmp_path: Path) -> None:
+    make(FileLogger(str(tmp_path / "folder" / "log"))).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_alone_is_written_too(tmp_path: Path) -> None:
+    class Mean:
+        def reset(self) -> None: ...
+        def update(self) -> None: ...
+        def compute(self) -> float:
+            return 0.25
+
+    trainer = make(FileLogger(str(tmp_path / "log")))
+    trainer.state.model.get_metrics = lambda is_train: {"mean": Mean()}
+    trainer.state.model.update_metric = lambda batch, outputs, metric: None
+    trainer.eval([torch.ones(1, 2)])
+    trainer.close()
+    assert records(tmp_path / "log")[-1]["metrics/eval/mean"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.tensor(2), 2),
+        (torch.tensor([1.0, float("inf")]), [1.0, None]),
+        (np.int64(3), 3),
+        (Path("a"), "a"),
+        ({"a": (1, float("-inf"))}, {"a": [1, None]}),
+        (None, None),
+        (True, True),
+    ],
+)
+def test_values_become_plain(value: Any, expected: Any) -> None:
+    assert jsonable(value) == expected
+
+
+def test_an_unknown_placeholder_is_refused() -> None:
+    with pytest.raises(
+        OptionError, match=r"file_logger\.filename: got '\{name\}\.txt', with an unknown placeholder 'name'"
+    ):
+        FileLogger("{name}.txt")
