@@ -57,7 +57,10 @@ def plugins_page() -> str:
         "",
         "| plugin | kind | distribution | what it does |",
         "|-|-|-|-|",
-        *(f"| [{name}](../{where}) | {kind} | {dist} | {about} |" for _, name, kind, dist, about, where in sorted(rows)),
+        *(
+            f"| [{name}](../{where}) | {kind} | {dist} | {about} |"
+            for _, name, kind, dist, about, where in sorted(rows)
+        ),
     ]
     return HEADER + "\n".join(lines) + "\n"
 

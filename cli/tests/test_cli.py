@@ -196,10 +196,8 @@ def test_train_leaves_a_run_and_prints_what_happened(folder: Path) -> None:
 
 def test_a_run_starts_again_from_its_own_config(folder: Path) -> None:
     first = document(kernel("train", "line", "--plugins", "smooth", "-o", "smooth.approximate=true", "--json"))
-    config = folder / "again.yaml"
-    written = (folder / first["run_dir"] / "config.yaml").read_text()
-    config.write_text("recipe: line\n" + written.replace(first["run_name"], "again"))
-    second = document(kernel("train", str(config), "--json"))
+    second = document(kernel("train", f"{first['run_dir']}/config.yaml", "--json"))
+    assert second["run_name"] != first["run_name"]
     assert second["metrics"] == first["metrics"]
     assert second["plan_digest"] == first["plan_digest"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,16 @@ def read_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: cannot be read as YAML: {error}") from None
 
 
-def load_source(source: str | None) -> tuple[Config, Recipe]:
+@dataclass(frozen=True)
+class Source:
+    """What the user named: its document, and the recipe whose functions it uses, if any."""
+
+    config: Config
+    recipe: Recipe
+    recipe_name: str | None
+
+
+def load_source(source: str | None) -> Source:
     """Return the document and the recipe for what the user named: a file, a recipe, or nothing.
 
     Raises:
@@ -53,8 +63,9 @@ def load_source(source: str | None) -> tuple[Config, Recipe]:
         PluginNotFoundError: there is no such recipe.
     """
     if source is None or not source.endswith((".yaml", ".yml")):
-        recipe = load_recipe(source or DEFAULT_RECIPE)
-        return merge({}, recipe.config), recipe
+        name = source or DEFAULT_RECIPE
+        recipe = load_recipe(name)
+        return Source(merge({}, recipe.config), recipe, name)
     try:
         text = Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,8 +76,9 @@ def load_source(source: str | None) -> tuple[Config, Recipe]:
             f"{source}: got {type(config).__name__}. Expected sections such as model, data, optimizer, train."
         )
     config = dict(config)
-    recipe = load_recipe(config.pop("recipe")) if "recipe" in config else Recipe("", {})
-    return merge(merge({}, recipe.config), config), recipe
+    recipe_name = config.pop("recipe", None)
+    recipe = Recipe("", {}) if recipe_name is None else load_recipe(str(recipe_name))
+    return Source(merge(merge({}, recipe.config), config), recipe, recipe_name)
 
 
 def assignments(texts: Iterable[str], flag: str) -> list[tuple[str, str, Any]]:

@@ -15,7 +15,7 @@ from kernel_core.errors import KernelError, OrderError
 from kernel_core.naming import normalize
 from kernel_core.recipe import Config, build_trainer, merge
 
-from kernel_cli.config import apply_arguments, load_source
+from kernel_cli.config import Source, apply_arguments, load_source
 from kernel_cli.output import columns
 
 
@@ -41,19 +41,21 @@ def train(
         "run_name": run_name,
         "strict": strict or None,
     }
-    config, recipe = load_source(source)
-    config = _complete(apply_arguments(config, plugins, options, settings, given))
-    train_section = config["train"]
-    folder = Path(config["logging"]["folder"]) / train_section["run_name"]
-    trainer = build_trainer(config, recipe.functions, progress_bar=config["logging"].get("progress_bar", True))
+    origin = load_source(source)
+    config = _complete(apply_arguments(origin.config, plugins, options, settings, given))
+    name = config["train"].get("run_name") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    folder = Path(config["logging"]["folder"]) / name
+    trainer = build_trainer(
+        config, origin.recipe.functions, run_name=name, progress_bar=config["logging"].get("progress_bar", True)
+    )
     with trainer:
-        _say(f"run {trainer.state.run_name}: {recipe.summary or source}")
+        _say(f"run {trainer.state.run_name}: {origin.recipe.summary or source}")
         _print_surgery(trainer)
         _print_plan(trainer)
-        if train_section.get("strict") and trainer.surgery_report.remarks:
+        if config["train"].get("strict") and trainer.surgery_report.remarks:
             raise OrderError(f"--strict: {trainer.surgery_report.remarks[0]}")
         if not dry_run:
-            _write_run(folder, config, trainer)
+            _write_run(folder, origin, config, trainer)
             try:
                 trainer.fit()
             except KernelError as error:
@@ -75,12 +77,9 @@ def train(
 
 
 def _complete(config: Config) -> Config:
-    """Fill in what every run of the command has: a seed, a fresh name, and its metrics in its folder."""
-    section = config.get("train", {})
-    seed = section.get("seed")
-    name = section.get("run_name") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    config = merge(config, {"train": {"seed": secrets.randbelow(2**31) if seed is None else seed, "run_name": name}})
-    return with_file_logger(config)
+    """Fill in what every run of the command has: a seed, and its metrics in its folder."""
+    seed = config.get("train", {}).get("seed")
+    return with_file_logger(merge(config, {"train": {"seed": secrets.randbelow(2**31) if seed is None else seed}}))
 
 
 def with_file_logger(config: Config) -> Config:
@@ -92,9 +91,11 @@ def with_file_logger(config: Config) -> Config:
     return merge(config, {"plugins": {"file_logger": {"filename": f"{folder}/{{run_name}}/metrics.jsonl"}}})
 
 
-def _write_run(folder: Path, config: Config, trainer: Any) -> None:
+def _write_run(folder: Path, origin: Source, config: Config, trainer: Any) -> None:
+    """Write config and plan. ``kernel train <folder>/config.yaml`` does the same run again, under a fresh name."""
     from kernel_core.storage import LocalStorage
 
+    config = {**({"recipe": origin.recipe_name} if origin.recipe_name else {}), **config}
     storage = LocalStorage(folder)
     storage.write("config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
     storage.write("plan.json", json.dumps(trainer.plan.to_json(), indent=2).encode())

@@ -17,6 +17,7 @@ from kernel_core.errors import ConfigError, PluginLoadError
 from kernel_core.naming import did_you_mean
 from kernel_core.registry.discovery import find
 from kernel_core.registry.options import bind_options
+from kernel_core.train.composer_keywords import KEYWORDS
 
 Config = dict[str, Any]
 
@@ -34,7 +35,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "strict",
     ),
     "eval": ("interval", "subset_num_batches"),
-    "logging": ("folder", "progress_bar"),
+    "logging": ("folder", *KEYWORDS),
 }
 SECTIONS = (*NAMED, "train", "eval", "plugins", "parallelism", "logging")
 
