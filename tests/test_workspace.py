@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -132,18 +133,19 @@ def test_the_kernel_names_no_plugin_and_imports_no_optional_package() -> None:
 
 
 def test_importing_the_kernel_has_no_side_effect() -> None:
-    import subprocess
+    code = """
+import os, signal, sys, warnings
+import torch
 
-    code = (
-        "import os, signal, sys, warnings\n"
-        "import torch\n"
-        "before = (dict(os.environ), signal.getsignal(2), signal.getsignal(15), list(warnings.filters), torch.random.get_rng_state())\n"
-        "from kernel_core import Trainer, State, Algorithm, DataSpec, Evaluator\n"
-        "after = (dict(os.environ), signal.getsignal(2), signal.getsignal(15), list(warnings.filters), torch.random.get_rng_state())\n"
-        "assert before[:4] == after[:4] and torch.equal(before[4], after[4])\n"
-        "heavy = {'pydantic', 'rich', 'torchmetrics', 'torch.distributed.checkpoint', 'torch.distributed.fsdp', 'transformers'}\n"
-        "print(sorted(heavy & set(sys.modules)))\n"
-    )
+def world():
+    return dict(os.environ), signal.getsignal(2), signal.getsignal(15), list(warnings.filters), torch.get_rng_state().tolist()
+
+before = world()
+from kernel_core import Algorithm, DataSpec, Evaluator, State, Trainer
+assert world() == before
+heavy = {"pydantic", "rich", "torchmetrics", "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers"}
+print(sorted(heavy & set(sys.modules)))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
