@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from kernel_core.errors import PluginLoadError, PluginNotFoundError
+from kernel_core.registry import discovery
 from kernel_core.registry.discovery import PluginInfo, find, find_plugins, load_class, package_digest
+from kernel_core.registry.plan import build_plan, resolve
 
 
 def install(root: Path, distribution: str, entry_points: str, version: str = "1.0") -> Path:
@@ -107,3 +109,47 @@ def test_the_digest_follows_the_package_s_files() -> None:
     assert digest == package_digest("kernel_core")
     assert digest != package_digest("pluggy")
     assert package_digest("no-such-distribution") is None
+
+
+PLUGIN_MODULE = """
+from kernel_core import Algorithm, Callback, hookimpl
+
+def make(name, kind=Algorithm, **attributes):
+    def batch_end(self): pass
+    def after_loss(self): pass
+    return type(name, (kind,), {"batch_end": hookimpl(batch_end), "after_loss": hookimpl(after_loss), **attributes})
+
+Red = make("Red", roles={"warm"})
+Blue = make("Blue", before={"role:warm"})
+Green = make("Green")
+Grey = make("Grey", Callback)
+White = make("White", Callback, after={"grey"})
+"""
+
+
+def test_the_order_of_installation_does_not_change_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 permutations of directories, of distributions and of the lines in their entry points."""
+    (tmp_path / "permuted_plugins.py").write_text(PLUGIN_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    groups = {
+        "one": ["[kernel.algorithms]", "red = permuted_plugins:Red", "green = permuted_plugins:Green"],
+        "two": ["[kernel.algorithms]", "blue = permuted_plugins:Blue"],
+        "three": ["[kernel.callbacks]", "white = permuted_plugins:White", "grey = permuted_plugins:Grey"],
+    }
+    shuffle, plans, digests = random.Random(1), set(), set()
+    for number in range(200):
+        folders = []
+        for name in shuffle.sample(sorted(groups), 3):
+            header, *lines = groups[name]
+            shuffle.shuffle(lines)
+            install(tmp_path / str(number) / name, f"dist-{name}", "\n".join([header, *lines]))
+            folders.append(str(tmp_path / str(number) / name))
+        found = find_plugins(folders)
+        monkeypatch.setattr(discovery, "installed_plugins", lambda found=found: found)
+        plan = build_plan(resolve(["green", "white", "red", "grey", "blue"]))
+        plans.add(plan.explain())
+        digests.add(plan.digest)
+    assert len(plans) == len(digests) == 1
+    assert [call.plugin for call in plan.calls("batch_end")] == ["green", "blue", "red", "grey", "white"]
+    assert [call.plugin for call in plan.calls("after_loss")] == ["red", "blue", "green", "white", "grey"]
+    sys.modules.pop("permuted_plugins", None)

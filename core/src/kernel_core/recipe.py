@@ -192,4 +192,10 @@ def _call(section: str, config: Mapping[str, Any], functions: Mapping[str, Calla
     if "seed" in inspect.signature(function).parameters:
         options.setdefault("seed", seed)
     bound = bind_options(function, section, (), options)
-    return function(*bound.args, **bound.kwargs)
+    try:
+        return function(*bound.args, **bound.kwargs)
+    except ModuleNotFoundError as error:
+        raise PluginLoadError(
+            f"{section}: {config[section]['name']} needs the module {error.name!r}, which is not installed. "
+            f"Install it: pip install {error.name}."
+        ) from error

@@ -100,7 +100,7 @@ def count_samples(batch: Any) -> int:
 
 def count_tokens(batch: Any) -> int:
     """Return the number of elements of ``input_ids`` of a mapping, 0 for anything else."""
-    if isinstance(batch, Mapping):
+    if not isinstance(batch, Tensor | tuple | list) and isinstance(batch, Mapping):  # the abstract class is slow to ask
         ids = batch.get("input_ids")
         if isinstance(ids, Tensor):
             return ids.numel()
