@@ -81,3 +81,12 @@ def test_what_json_cannot_hold_is_stored_by_name_and_marked() -> None:
         "s": [1, 2],
         "x": {"$float": "inf"},
     }
+
+
+def test_an_annotation_that_cannot_be_resolved_leaves_the_others_checked() -> None:
+    class Partly(Algorithm):
+        def __init__(self, device: "NowhereImported" = None, size: "int" = 1) -> None: ...  # type: ignore[name-defined] # noqa: F821
+
+    Partly(device="anything")
+    with pytest.raises(OptionError, match=r"partly\.size: got 'x', expected int"):
+        Partly(size="x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
@@ -91,11 +92,16 @@ def _describe(annotation: Any) -> str:
 
 @cache
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    target = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
-    try:
-        return typing.get_type_hints(target, include_extras=True)
-    except (NameError, TypeError):
-        return {}  # names imported for type checking only: nothing to check against
+    target: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    hints = dict(getattr(target, "__annotations__", {}))
+    known = getattr(inspect.unwrap(target), "__globals__", {})
+    for name, hint in list(hints.items()):
+        try:
+            only = types.SimpleNamespace(__annotations__={name: hint})
+            hints[name] = typing.get_type_hints(only, globalns=known, include_extras=True)[name]
+        except (NameError, TypeError, SyntaxError):
+            del hints[name]  # a name imported for type checking only: nothing to check this one against
+    return hints
 
 
 @cache
