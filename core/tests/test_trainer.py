@@ -344,6 +344,34 @@ def test_drawing_shifts_no_global_generator() -> None:
     assert torch.equal(torch.rand(2), one)
 
 
+def test_neither_evaluation_nor_a_plugin_that_draws_at_start_shifts_training() -> None:
+    class Greedy(Callback):
+        @hookimpl
+        def init(self) -> None:
+            torch.rand(99)
+
+        @hookimpl
+        def eval_batch_start(self) -> None:
+            torch.rand(99)
+
+    def order(*plugins: Any, **kwargs: Any) -> list[float]:
+        seen: list[float] = []
+
+        class Watch(Callback):
+            @hookimpl
+            def batch_start(self, state: Any) -> None:
+                seen.append(float(state.batch[0, 0]))
+
+        rows = torch.arange(16.0).reshape(8, 2)
+        shuffled = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        make(Watch(), *plugins, train_dataloader=shuffled, max_duration="3ep", seed=4, **kwargs).fit()
+        return seen
+
+    alone = order()
+    assert order(Greedy()) == alone
+    assert order(Greedy(), eval_dataloader=torch.utils.data.DataLoader(DATA, batch_size=None, shuffle=True)) == alone
+
+
 def test_sample_streams_follow_the_sample_and_scopes_are_checked() -> None:
     draws = Draws()
     state = make(draws, seed=1).state

@@ -18,6 +18,7 @@ from kernel_core.errors import DataError, TrainerError
 from kernel_core.logger import Logger
 from kernel_core.schedules import Trigger
 from kernel_core.timing import Progress, Time, TimeUnit
+from kernel_core.train.randomness import forked_randomness
 from kernel_core.train.state import State
 
 
@@ -141,8 +142,9 @@ def evaluate(state: State, hooks: SimpleNamespace, logger: Logger, evaluators: S
     state.model.eval()
     try:
         for evaluator in evaluators:
+            # a fork: whether and how often is evaluated must not shift what training draws
             # not inference_mode: tensors made here may be kept by plugins and trained on
-            with torch.no_grad():
+            with forked_randomness(state.seed, "eval", evaluator.label), torch.no_grad():
                 _evaluate_one(state, hooks, logger, evaluator)
     finally:
         state.model.train(was_training)
@@ -226,7 +228,7 @@ def predict(
     state.model.eval()
     outputs: list[Any] = []
     try:
-        with torch.no_grad():
+        with forked_randomness(state.seed, "predict"), torch.no_grad():
             for call in hooks.predict_start:
                 call()
             for _ in _forward_batches(state, data, subset_num_batches, state.predict_progress, PREDICT, hooks):

@@ -179,6 +179,7 @@ class Trainer:
         for name in ("before_load", "after_load"):
             for bound in getattr(self._hooks, name):
                 bound()
+        seed_all(state.seed)  # what plugins drew while they started must not shift what training draws
 
     def _init_plugins(self) -> None:
         calls = self.plan.calls("init")
