@@ -139,7 +139,8 @@ def module_replacements(state: State) -> Replacements:  # type: ignore[empty-bod
     Fires once for each plugin, in plan order, before the engine prepares the model. The kernel walks the model, calls the
     function of the exact type of a module, else that of its nearest base, and puts the answer in its place; None keeps
     it. What a plugin put in place it is not asked about again; later plugins see it. A replacement must be a module that
-    accepts every positional call of the old one; it gets the old one's device, dtype and training mode.
+    accepts every positional call of the old one; it gets the old one's device, dtype and training mode, and stays frozen
+    where that was frozen whole.
     """
 
 

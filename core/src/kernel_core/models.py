@@ -40,8 +40,8 @@ class TrainableModel(nn.Module, ABC):
     def loss_weight(self, batch: Any) -> Tensor | float | None:
         """Return how much ``batch`` counts in a mean over several: the number of terms that ``loss`` averages.
 
-        None, the default, means the number of samples. A language model returns the number of labels that count, as a
-        tensor on the device so that nothing waits.
+        Asked only when a batch is split; ``batch`` is then a microbatch as the loader gave it, not yet on the device.
+        None, the default, means the number of samples. A language model returns the number of labels that count.
         """
         return None
 

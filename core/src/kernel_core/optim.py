@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,10 +11,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from kernel_core.engine import Engine
 from kernel_core.errors import OptimizerError, SurgeryError
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 OptimizerRequest = Optimizer | OptimizerFactory
+
+
+def optimizer_names() -> list[str]:
+    """Return the names that ``optimizer_by_name`` knows."""
+    classes = (
+        value for value in vars(torch.optim).values() if isinstance(value, type) and issubclass(value, Optimizer)
+    )
+    return sorted(cls.__name__.lower() for cls in classes if cls is not Optimizer)
 
 
 def optimizer_by_name(name: str) -> Callable[..., Optimizer] | None:
@@ -77,17 +87,24 @@ class ParameterGroups:
         new = dict(model.named_parameters(remove_duplicate=False))
         paths = sorted(set(replaced), key=len, reverse=True)
         members: dict[tuple[int, int], dict[int, nn.Parameter]] = {}
+        adopted: dict[int, tuple[int, int]] = {}
+        names = _names(model)
         for name, parameter in new.items():
-            group = self._group_of.get(name)
+            group = self._group_of.get(name) or adopted.get(id(parameter))
             if group is None and name not in self._old:
                 group = self._adopting_group(name, paths)
             if group is not None:
+                adopted[id(parameter)] = group  # the same tensor under another name stays where it is
                 members.setdefault(group, {}).setdefault(id(parameter), parameter)
         for index, optimizer in enumerate(self._optimizers):
-            self._assign(index, optimizer, members)
+            self._assign(index, optimizer, members, names)
 
     def _assign(
-        self, index: int, optimizer: Optimizer, members: Mapping[tuple[int, int], Mapping[int, nn.Parameter]]
+        self,
+        index: int,
+        optimizer: Optimizer,
+        members: Mapping[tuple[int, int], Mapping[int, nn.Parameter]],
+        names: Mapping[int, Sequence[str]],
     ) -> None:
         wanted = [list(members.get((index, number), {}).values()) for number in range(len(optimizer.param_groups))]
         for group, parameters in zip(optimizer.param_groups, wanted, strict=True):
@@ -96,10 +113,12 @@ class ParameterGroups:
             if optimizer.state:
                 raise SurgeryError(
                     f"surgery: the optimizer {type(optimizer).__name__} already holds state, and surgery replaces parameters "
-                    "it has state for. Do surgery before the first step: give the trainer a fresh optimizer, or a function "
-                    "of the parameters that makes one."
+                    "it has state for. Do surgery before the first step, or give the trainer a function of the parameters "
+                    "that makes the optimizer (some, such as Adagrad, hold state from the start)."
                 )
-            group["params"] = parameters
+            group["params"][:] = parameters  # in place: L-BFGS keeps the list itself
+            if "param_names" in group:
+                group["param_names"] = [names[id(parameter)][0] for parameter in parameters]
 
     def _adopting_group(self, name: str, paths: Sequence[str]) -> tuple[int, int]:
         for path in paths:
@@ -142,11 +161,40 @@ def build_optimizers(model: nn.Module, requests: Sequence[OptimizerRequest]) -> 
         if isinstance(request, Optimizer):
             optimizers.append(request)
             continue
+        if not callable(request):
+            raise OptimizerError(
+                f"optimizers: got {request!r}. Expected a torch.optim.Optimizer, or a function of the parameters that makes one."
+            )
         made: Any = request([parameter for parameter in model.parameters() if parameter.requires_grad])
-        if not isinstance(made, Optimizer) and not hasattr(made, "param_groups"):
+        if not is_optimizer(made):
             raise OptimizerError(f"optimizers: {request!r} returned {made!r}. Expected a torch.optim.Optimizer.")
         optimizers.append(made)
     return tuple(optimizers)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Say whether ``value`` can be used as an optimizer: torch's, or whatever has the same parts."""
+    return isinstance(value, Optimizer) or all(hasattr(value, part) for part in ("param_groups", "step", "zero_grad"))
+
+
+def check_reevaluation(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+    """Refuse an optimizer that evaluates the model itself where it cannot.
+
+    Raises:
+        OptimizerError: it is one of several, or the engine evaluates once only.
+    """
+    for optimizer in optimizers:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is None or closure.default is not closure.empty:
+            continue
+        name = type(optimizer).__name__
+        if len(optimizers) > 1:
+            raise OptimizerError(f"optimizers: {name} evaluates the model in its step and must be the only optimizer.")
+        if not engine.can_reevaluate:
+            raise OptimizerError(
+                f"optimizers: {name} evaluates the model in its step, and the engine {engine.name} evaluates once. "
+                "Use another optimizer or engine."
+            )
 
 
 def check_coverage(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

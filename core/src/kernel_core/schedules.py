@@ -6,13 +6,14 @@ A schedule is a callable ``state -> multiplier`` of each group's initial learnin
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from kernel_core.errors import TimeStringError
+from kernel_core.errors import TimeStringError, TrainerError
 from kernel_core.timing import Time, TimeUnit
 from kernel_core.train.state import State
 
@@ -91,6 +92,28 @@ def apply_schedules(state: State, schedules: Sequence[Schedule]) -> None:
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
+
+
+def check_schedulers(schedulers: Sequence[Any]) -> None:
+    """Refuse what is neither a scheduler nor a schedule.
+
+    Raises:
+        TrainerError: it cannot be called, or its ``step`` wants an argument that the loop does not have.
+    """
+    for scheduler in schedulers:
+        step = getattr(scheduler, "step", None)
+        if step is None:
+            if not callable(scheduler):
+                raise TrainerError(
+                    f"schedulers: got {scheduler!r}. Expected one of torch's, or a function state -> multiplier."
+                )
+            continue
+        for parameter in inspect.signature(step).parameters.values():
+            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                raise TrainerError(
+                    f"schedulers: {type(scheduler).__name__}.step needs {parameter.name!r}, which the loop does not have. "
+                    "Step it in a callback of your own, where the value is known."
+                )
 
 
 def split_schedules(schedulers: Sequence[Any]) -> tuple[list[LRScheduler], list[Schedule]]:

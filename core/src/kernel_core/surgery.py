@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from kernel_core.errors import SurgeryError
 from kernel_core.registry.plan import Plan, invoke
@@ -65,7 +66,7 @@ class SurgeryReport:
             old, new: What was there and what is there now, in a word or two.
             what: The change in words.
         """
-        self.changes.append(SurgeryChange(path, self.current_plugin, old, new, what))
+        self.changes.append(SurgeryChange(path, self.current_plugin, str(old), str(new), str(what)))
 
     def to_json(self) -> list[dict[str, str]]:
         """Return the changes as plain data."""
@@ -83,7 +84,11 @@ def _describe(module: nn.Module) -> tuple[Any, ...]:
     tensors = [*module._parameters.items(), *module._buffers.items()]
     return (
         type(module),
-        tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors if t is not None),
+        tuple(
+            (name, None if is_lazy(t) else tuple(t.shape), t.dtype, t.requires_grad)
+            for name, t in tensors
+            if t is not None
+        ),
         getattr(getattr(module, "config", None), "_attn_implementation", None),
     )
 
@@ -106,22 +111,26 @@ def perform_surgery(state: State, strict: bool = False) -> SurgeryReport:
     plan, model = state.plan, state.model
     report = state.surgery_report
     claims: dict[type[nn.Module], list[str]] = {}
+    present = {base for module in model.modules() for base in type(module).__mro__}
     materialized = not any(tensor.is_meta for tensor in model.parameters())
     for active in plan.plugins:
-        if not any(plan.calls_of(active.id, hook) for hook in SURGERY_HOOKS[:2]):
+        if not any(plan.calls_of(active.id, hook) for hook in SURGERY_HOOKS):
             continue
         report.current_plugin = active.id
-        before, recorded = fingerprint(model), len(report.changes)
+        before, recorded, tied = fingerprint(model), len(report.changes), _ties(model)
         with forked_randomness(state.seed, "surgery", active.id):
             replacements = _replacements_of(plan, active.id, state)
-            for module_type in _replace_modules(model, replacements, active.id, report):
+            _replace_modules(model, replacements, active.id, report)
+            for module_type in replacements.keys() & present:
                 claims.setdefault(module_type, []).append(active.id)
             for call in plan.calls_of(active.id, "transform_model"):
                 invoke(call, {"model": model, "report": report, "state": state})
             if materialized:
                 for call in plan.calls_of(active.id, "model_materialized"):
                     invoke(call, {"model": model})
-        if len(report.changes) == recorded and not changed_paths(before, fingerprint(model)):
+        _remark_on_ties(tied, _ties(model), active.id, report)
+        asked = any(plan.calls_of(active.id, hook) for hook in SURGERY_HOOKS[:2])
+        if asked and len(report.changes) == recorded and not changed_paths(before, fingerprint(model)):
             _no_effect(active.id, report, strict)
     _remark_on_claims(claims, plan, report)
     report.current_plugin = "unknown"
@@ -150,11 +159,32 @@ def _remark_on_claims(claims: Mapping[type[nn.Module], list[str]], plan: Plan, r
                     )
 
 
+def _ties(model: nn.Module) -> set[frozenset[str]]:
+    """Return the groups of names that share one parameter."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return {frozenset(group) for group in names.values() if len(group) > 1}
+
+
+def _remark_on_ties(
+    before: set[frozenset[str]], after: set[frozenset[str]], plugin_id: str, report: SurgeryReport
+) -> None:
+    for group in before:
+        if not any(group <= now for now in after):
+            report.remarks.append(
+                f"{plugin_id}: {' and '.join(sorted(group))} were one tied parameter before its surgery and no longer are."
+            )
+
+
 def _replacements_of(plan: Plan, plugin_id: str, state: State) -> dict[type[nn.Module], Replacement]:
     merged: dict[type[nn.Module], Replacement] = {}
     for call in plan.calls_of(plugin_id, "module_replacements"):
         answer = invoke(call, {"state": state})
-        if not isinstance(answer, Mapping) or not all(isinstance(key, type) for key in answer):
+        if not isinstance(answer, Mapping) or not all(
+            isinstance(key, type) and callable(value) and not isinstance(value, type | nn.Module)
+            for key, value in answer.items()
+        ):
             raise SurgeryError(
                 f"{plugin_id}.module_replacements: returned {answer!r}. "
                 "Expected a dict of module type to function(module, path)."
@@ -165,11 +195,10 @@ def _replacements_of(plan: Plan, plugin_id: str, state: State) -> dict[type[nn.M
 
 def _replace_modules(
     model: nn.Module, replacements: Mapping[type[nn.Module], Replacement], plugin_id: str, report: SurgeryReport
-) -> set[type[nn.Module]]:
+) -> None:
     """Walk the children breadth first; a shared module is asked about once and replaced everywhere."""
     answers: dict[int, nn.Module | None] = {}
     keep: list[nn.Module] = []  # holds replaced modules, so that no id is reused while we look ids up
-    claimed: set[type[nn.Module]] = set()
     queue: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", model, ())] if replacements else []
     seen: set[tuple[str, int]] = set()
     for path, parent, ancestors in queue:
@@ -181,16 +210,13 @@ def _replace_modules(
                 continue
             child_path = f"{path}.{name}" if path else name
             if id(child) not in answers:
-                answers[id(child)] = _answer(
-                    child, child_path, parent, ancestors, replacements, plugin_id, report, claimed
-                )
+                answers[id(child)] = _answer(child, child_path, parent, ancestors, replacements, plugin_id, report)
                 keep.append(child)
             new = answers[id(child)]
             if new is None:
                 queue.append((child_path, child, (*ancestors, parent)))
             else:
                 parent._modules[name] = new
-    return claimed
 
 
 def _answer(
@@ -201,14 +227,17 @@ def _answer(
     replacements: Mapping[type[nn.Module], Replacement],
     plugin_id: str,
     report: SurgeryReport,
-    claimed: set[type[nn.Module]],
 ) -> nn.Module | None:
     for base in type(module).__mro__:
         if base in replacements:
             break
     else:
         return None
-    new = replacements[base](module, path)
+    try:
+        new = replacements[base](module, path)
+    except Exception as error:
+        error.add_note(f"in plugin {plugin_id!r}, module_replacements, at {path}")
+        raise
     if new is None or new is module:
         return None
     _check_replacement(module, new, path, plugin_id)
@@ -216,10 +245,24 @@ def _answer(
     if like is not None:
         new.to(device=like.device, dtype=like.dtype if like.is_floating_point() else None)
     new.train(module.training)
-    claimed.add(base)
+    held = list(module.parameters())
+    if held and not any(parameter.requires_grad for parameter in held):
+        new.requires_grad_(False)
+    lost = [
+        what
+        for what in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "parametrizations")
+        if _loses(what, module, new)
+    ]
+    if lost:
+        names = ", ".join(what.strip("_").replace("_", " ") for what in lost)
+        report.remarks.append(f"{plugin_id}: the {names} of {path} are not on what replaced it.")
     old_name, new_name = type(module).__name__, type(new).__name__
     report.record(path, old_name, new_name, f"{old_name} replaced by {new_name}")
     return new
+
+
+def _loses(attribute: str, old: nn.Module, new: nn.Module) -> bool:
+    return bool(getattr(old, attribute, None)) and not getattr(new, attribute, None)
 
 
 def _reference_tensor(modules: tuple[nn.Module, ...]) -> torch.Tensor | None:
@@ -279,17 +322,16 @@ def _count(calls: tuple[int, float]) -> str:
 class StructureWatch:
     """Notices structure that changes after surgery without being recorded in the report."""
 
-    def __init__(self, model: nn.Module, report: SurgeryReport) -> None:
-        self._model, self._report = model, report
-        self.remember()
-
-    def remember(self) -> None:
-        """Take the present structure as the known one."""
-        self._known = fingerprint(self._model)
-        self._recorded = len(self._report.changes)
+    def __init__(self, model: nn.Module, report: SurgeryReport, strict: bool = False) -> None:
+        self._model, self._report, self._strict = model, report, strict
+        self._known, self._recorded = fingerprint(model), len(report.changes)
 
     def look(self, when: str) -> None:
-        """Warn about paths that changed since the last look and that no ``report.record`` announced."""
+        """Warn about paths that changed since the last look and that no ``report.record`` announced.
+
+        Raises:
+            SurgeryError: there are such paths and the run is strict.
+        """
         now = fingerprint(self._model)
         changed = changed_paths(self._known, now)
         if changed:
@@ -298,12 +340,13 @@ class StructureWatch:
             if silent:
                 shown = ", ".join(path or "the model itself" for path in silent[:10])
                 more = f" and {len(silent) - 10} more" if len(silent) > 10 else ""
-                warnings.warn(
+                message = (
                     f"surgery: the model's structure changed after surgery, noticed at {when}: {shown}{more}. "
-                    "Whoever does this on purpose records it: state.surgery_report.record(path, old, new, what).",
-                    SurgeryWarning,
-                    stacklevel=2,
+                    "Whoever does this on purpose records it: state.surgery_report.record(path, old, new, what)."
                 )
+                if self._strict:
+                    raise SurgeryError(message)
+                warnings.warn(message, SurgeryWarning, stacklevel=2)
         self._known, self._recorded = now, len(self._report.changes)
 
 

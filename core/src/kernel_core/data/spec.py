@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -74,6 +75,8 @@ class DataSpec:
 def count_samples(batch: Any) -> int:
     """Return the number of rows of a tensor, or of the first tensor or list inside a mapping or sequence.
 
+    A list inside a tuple, list or mapping holds one entry per row, and so does a list of mappings.
+
     Raises:
         DataError: there is nothing whose rows could be counted.
     """
@@ -89,9 +92,10 @@ def count_samples(batch: Any) -> int:
                 return len(value)
     elif isinstance(batch, list | tuple) and batch:
         first = batch[0]
-        if isinstance(first, Tensor | Mapping | list | tuple):
-            return count_samples(first)
-        return len(batch)
+        if isinstance(first, list):
+            return len(first)
+        structured = isinstance(first, Tensor | tuple) or (isinstance(first, Mapping) and isinstance(batch, tuple))
+        return count_samples(first) if structured else len(batch)
     raise DataError(
         f"batch: cannot tell how many samples are in a {type(batch).__name__}. "
         "Give DataSpec(dataloader, get_num_samples_in_batch=...)."
@@ -121,20 +125,35 @@ def split(batch: Any, size: int) -> list[Any]:
     return [_rows(batch, start, min(start + size, rows), rows) for start in range(0, rows, size)]
 
 
-def _rows(value: Any, start: int, stop: int, rows: int) -> Any:
+def _rows(value: Any, start: int, stop: int, rows: int, nested: bool = False) -> Any:
     if isinstance(value, Tensor):
         return value[start:stop] if value.ndim and value.shape[0] == rows else value
     if isinstance(value, Mapping):
-        parts = {key: _rows(item, start, stop, rows) for key, item in value.items()}
+        parts = {key: _rows(item, start, stop, rows, nested=True) for key, item in value.items()}
         return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
+    if isinstance(value, list) and value and (nested or isinstance(value[0], Mapping)):
+        if len(value) != rows:
+            raise DataError(
+                f"batch: a list of {len(value)} entries stands beside {rows} rows, so the batch cannot be split. "
+                "Give DataSpec(dataloader, split_batch=..., get_num_samples_in_batch=...)."
+            )
+        return value[start:stop]
     if isinstance(value, list | tuple):
-        if value and all(not isinstance(item, Tensor | Mapping | list | tuple) for item in value):
+        if all(not isinstance(item, Tensor | Mapping | list | tuple) for item in value):
             return value[start:stop] if len(value) == rows else value
-        parts_list = [_rows(item, start, stop, rows) for item in value]
+        parts_list = [_rows(item, start, stop, rows, nested=True) for item in value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*parts_list)
         return type(value)(parts_list)
     return value
+
+
+def device_of(batch: Any) -> torch.device | None:
+    """Return the device of the first tensor inside ``batch``, None if there is none."""
+    if isinstance(batch, Tensor):
+        return batch.device
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((device for part in parts if (device := device_of(part)) is not None), None)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -161,12 +180,13 @@ def get_item(batch: Any, key: Any) -> Any:
 
 
 def set_item(batch: Any, key: Any, value: Any) -> Any:
-    """Return ``batch`` with a part set by index, key, or a pair of functions (getter, setter); tuples are rebuilt."""
+    """Return a shallow copy of ``batch`` with a part set by index, key, or a pair of functions (getter, setter)."""
     if isinstance(key, tuple) and len(key) == 2 and callable(key[1]):
         return key[1](batch, value)
     if isinstance(batch, tuple):
         items = list(batch)
         items[key] = value
         return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    batch[key] = value
-    return batch
+    changed = copy.copy(batch)  # the loader may hand out the same object again
+    changed[key] = value
+    return changed

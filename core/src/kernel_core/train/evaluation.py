@@ -28,8 +28,8 @@ class Evaluator:
     Args:
         label: The middle part of ``metrics/<label>/<name>``.
         dataloader: A loader, DataSpec, or dict of DataSpec's arguments.
-        metric_names: Which of the model's metrics to compute: texts of which one must occur in the metric's name, in any
-            case. None for all.
+        metric_names: Which of the model's metrics to compute: regular expressions of which one must be found in the
+            metric's name, in any case. None for all.
         subset_num_batches: Evaluate on the first batches only; -1 or None for all.
         eval_interval: When; None for the trainer's.
     """
@@ -42,10 +42,18 @@ class Evaluator:
         subset_num_batches: int | None = None,
         eval_interval: int | str | Time | None = None,
     ) -> None:
+        if not label or "/" in label:
+            raise TrainerError(f"evaluator: got the label {label!r}. Expected a word without '/'.")
+        for pattern in metric_names or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise TrainerError(f"evaluator {label}: {pattern!r} is no regular expression: {error}.") from None
         self.label = label
         self.data = DataSpec.of(dataloader)
         self.metric_names = None if metric_names is None else list(metric_names)
         self.subset_num_batches = -1 if subset_num_batches is None else subset_num_batches
+        self.metrics: dict[str, Any] | None = None
         self.eval_interval = None if eval_interval is None else Time.from_input(eval_interval, TimeUnit.EPOCH)
 
     def select(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +108,7 @@ class Evaluations:
 
     def __init__(self, state: State, hooks: SimpleNamespace, logger: Logger, default_interval: Time) -> None:
         self._state, self._hooks, self._logger = state, hooks, logger
-        self._triggers: dict[str, list[tuple[Evaluator, Trigger]]] = {"batch": [], "epoch": []}
+        self._triggers: dict[str, list[tuple[Evaluator, Trigger]]] = {"batch": [], "epoch": [], "iteration": []}
         self._last: dict[str, int] = {}
         self._active: list[Evaluator] = []
         for evaluator in state.evaluators:
@@ -108,7 +116,7 @@ class Evaluations:
             if interval.value <= 0:
                 continue
             trigger = Trigger(interval, state)
-            at = "epoch" if trigger.unit in (TimeUnit.EPOCH, TimeUnit.ITERATION) else "batch"
+            at = {TimeUnit.EPOCH: "epoch", TimeUnit.ITERATION: "iteration"}.get(trigger.unit, "batch")
             self._triggers[at].append((evaluator, trigger))
             self._active.append(evaluator)
 
@@ -118,7 +126,7 @@ class Evaluations:
         return bool(self._triggers["batch"])
 
     def run_due(self, at: str) -> bool:
-        """Run the evaluators that are due at the end of a ``batch`` or ``epoch``; say whether there were any."""
+        """Run the evaluators that are due at the end of a ``batch``, ``epoch`` or ``iteration``; say whether there were any."""
         return self._run([evaluator for evaluator, due in self._triggers[at] if due()])
 
     def run_final(self) -> None:
@@ -133,8 +141,18 @@ class Evaluations:
         return bool(due)
 
 
-def evaluate(state: State, hooks: SimpleNamespace, logger: Logger, evaluators: Sequence[Evaluator]) -> None:
-    """Run ``evaluators`` one after another and log ``metrics/<label>/<name>``."""
+def evaluate(
+    state: State,
+    hooks: SimpleNamespace,
+    logger: Logger,
+    evaluators: Sequence[Evaluator],
+    subset_num_batches: int | None = None,
+) -> None:
+    """Run ``evaluators`` one after another and log ``metrics/<label>/<name>``.
+
+    Args:
+        subset_num_batches: Overrides that of the evaluators.
+    """
     held = (state.dataloader, state.dataloader_label, state.dataloader_len, state.batch, state.outputs, state.loss)
     was_training = state.model.training
     for call in hooks.eval_before_all:
@@ -145,7 +163,8 @@ def evaluate(state: State, hooks: SimpleNamespace, logger: Logger, evaluators: S
             # a fork: whether and how often is evaluated must not shift what training draws
             # not inference_mode: tensors made here may be kept by plugins and trained on
             with forked_randomness(state.seed, "eval", evaluator.label), torch.no_grad():
-                _evaluate_one(state, hooks, logger, evaluator)
+                limit = evaluator.subset_num_batches if subset_num_batches is None else subset_num_batches
+                _evaluate_one(state, hooks, logger, evaluator, limit)
     finally:
         state.model.train(was_training)
         state.dataloader, state.dataloader_label, state.dataloader_len, state.batch, state.outputs, state.loss = held
@@ -153,9 +172,11 @@ def evaluate(state: State, hooks: SimpleNamespace, logger: Logger, evaluators: S
         call()
 
 
-def _evaluate_one(state: State, hooks: SimpleNamespace, logger: Logger, evaluator: Evaluator) -> None:
+def _evaluate_one(state: State, hooks: SimpleNamespace, logger: Logger, evaluator: Evaluator, limit: int) -> None:
     data = evaluator.data
-    metrics = state.eval_metrics.setdefault(evaluator.label, evaluator.select(state.model.get_metrics(is_train=False)))
+    if evaluator.metrics is None:
+        evaluator.metrics = evaluator.select(state.model.get_metrics(is_train=False))
+    metrics = state.eval_metrics[evaluator.label] = evaluator.metrics
     for metric in metrics.values():
         metric.reset()
         if hasattr(metric, "to"):
@@ -164,7 +185,7 @@ def _evaluate_one(state: State, hooks: SimpleNamespace, logger: Logger, evaluato
     state.eval_progress = Progress()
     for call in hooks.eval_start:
         call()
-    for _ in _forward_batches(state, data, evaluator.subset_num_batches, state.eval_progress, EVAL, hooks):
+    for _ in _forward_batches(state, data, limit, state.eval_progress, EVAL, hooks):
         for metric in metrics.values():
             state.model.update_metric(state.batch, state.outputs, metric)
     values = {f"{evaluator.label}/{name}": value for name, value in compute_metrics(metrics).items()}
@@ -253,13 +274,13 @@ def number(value: Any) -> float | int | None:
     return value if value == value and abs(value) != float("inf") else None
 
 
-def check_subset(evaluator: Evaluator) -> None:
+def check_subset(evaluator: Evaluator, subset_num_batches: int = -1) -> None:
     """Refuse an endless loader without a limit.
 
     Raises:
         DataError: the loader has no length and no ``subset_num_batches`` is given.
     """
-    if evaluator.data.num_batches is None and evaluator.subset_num_batches < 0:
+    if evaluator.data.num_batches is None and max(evaluator.subset_num_batches, subset_num_batches) < 0:
         raise DataError(
             f"evaluator {evaluator.label}: its loader has no length. Give subset_num_batches, so that evaluation ends."
         )

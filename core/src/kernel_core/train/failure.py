@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kernel_core.registry.plan import Plan, PlannedCall
+from kernel_core.registry.plan import ActivePlugin, Plan
 from kernel_core.train.state import State
 
 
@@ -14,50 +13,47 @@ def annotate(error: BaseException, state: State) -> None:
     """Add a note to ``error``: the plugin and hook it came from, if any, the rank and how far the run was."""
     progress = state.progress
     where = f"rank {state.rank}, epoch {progress.epoch}, batch {progress.batch}"
-    call = find_culprit(error, state.plan)
-    if call is None:
+    culprit = find_culprit(error, state.plan)
+    if culprit is None:
         note = f"the run {state.run_name!r} failed at {where}"
     else:
-        hook, planned = call
-        active = state.plan.by_id(planned.plugin)
+        active, method = culprit
         origin = f"{active.distribution} {active.version}" if active.distribution else "of no distribution"
-        note = f"in plugin {planned.plugin!r} ({origin}), hook {hook}, {where}"
+        what = "hook" if method in state.plan.specs else "method"
+        note = f"in plugin {active.id!r} ({origin}), {what} {method}, {where}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
-def find_culprit(error: BaseException, plan: Plan) -> tuple[str, PlannedCall] | None:
-    """Return hook and call of the innermost frame of the traceback that is a plugin's answer to a hook."""
-    calls: dict[Any, list[tuple[str, PlannedCall]]] = {}
-    for hook, planned in plan.events.items():
-        for call in planned:
-            code = getattr(inspect.unwrap(call.function), "__code__", None)
-            calls.setdefault(code, []).append((hook, call))
-    found = None
+def find_culprit(error: BaseException, plan: Plan) -> tuple[ActivePlugin, str] | None:
+    """Return plugin and method of the innermost frame that is a plugin's hook, else of its innermost other method."""
+    plugins = {id(active.plugin): active for active in plan.plugins}
+    hook = method = None
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
-        for hook, call in calls.get(frame.f_code, ()):
-            if frame.f_locals.get("self") is getattr(call.function, "__self__", None):
-                found = (hook, call)
+        active = plugins.get(id(frame.f_locals.get("self")))
+        if active is not None:
+            method = (active, frame.f_code.co_name)
+            hook = method if frame.f_code.co_name in plan.specs else hook
         traceback = traceback.tb_next
-    return found
+    return hook or method
 
 
-def call_all(calls: Iterable[Callable[[], Any]]) -> list[Exception]:
+def call_all(calls: Iterable[Callable[[], Any]]) -> list[BaseException]:
     """Run every call whatever another raises; return what was raised."""
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     for call in calls:
         try:
             call()
-        except Exception as error:
+        except BaseException as error:  # not even an interrupt keeps the others from closing
             errors.append(error)
     return errors
 
 
-def raise_all(message: str, errors: list[Exception]) -> None:
-    """Raise a single error as itself, several as one ``ExceptionGroup``; do nothing when there is none."""
+def raise_all(message: str, errors: list[BaseException]) -> None:
+    """Raise a single error as itself, several as one group; do nothing when there is none."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise ExceptionGroup(message, errors)
+        raise BaseExceptionGroup(message, errors)

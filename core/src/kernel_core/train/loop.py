@@ -16,6 +16,7 @@ from kernel_core.errors import DataError
 from kernel_core.logger import Logger
 from kernel_core.schedules import apply_schedules, split_schedules
 from kernel_core.surgery import StructureWatch
+from kernel_core.timing import TimeUnit
 from kernel_core.train.evaluation import Evaluations, compute_metrics
 from kernel_core.train.microbatch import make_train_batch
 from kernel_core.train.state import State
@@ -29,6 +30,7 @@ def training_steps(
     logger: Logger,
     data: DataSpec,
     evaluations: Evaluations,
+    watch: StructureWatch,
     step_schedulers_every_batch: bool = True,
 ) -> Iterator[None]:
     """Train until ``state.max_duration``; yields after every batch, at a point where the run could be saved.
@@ -39,16 +41,18 @@ def training_steps(
         logger: Gets the loss and the time of each batch if anybody listens.
         data: What is trained on.
         evaluations: Runs the evaluators that are due.
+        watch: Notices structure that changes after surgery.
         step_schedulers_every_batch: Whether torch's schedulers are stepped by batch or by epoch.
     """
     progress, engine, optimizers = state.progress, state.engine, state.optimizers
     count_samples, count_tokens = data.get_num_samples_in_batch, data.get_num_tokens_in_batch
     train_batch = make_train_batch(state, hooks, data)
     torch_schedulers, schedules = split_schedules(state.schedulers)
-    watch = StructureWatch(state.model, state.surgery_report)
+    counts_tokens = state.max_duration is not None and state.max_duration.unit is TimeUnit.TOKEN
     listening = logger.listening
 
     # fit start: the plan is fixed, the model final; resumed runs enter the epoch they left
+    watch.look("the start of fit")
     for call in hooks.fit_start:
         call()
     state.model.train()
@@ -78,6 +82,11 @@ def training_steps(
             if data.batch_transforms is not None:
                 batch = data.batch_transforms(batch)
             num_samples, num_tokens = count_samples(batch), count_tokens(batch)
+            if counts_tokens and not num_tokens:
+                raise DataError(
+                    f"max_duration: {state.max_duration} counts tokens, and the batch has none. "
+                    "Give DataSpec(dataloader, get_num_tokens_in_batch=...), or another unit."
+                )
             state.batch = batch
             for call in hooks.after_dataloader:
                 call()
@@ -124,9 +133,12 @@ def training_steps(
             progress.finish_iteration()
             for call in hooks.iteration_end:
                 call()
+            evaluations.run_due("iteration")
             for call in hooks.iteration_checkpoint:
                 call()
         last = time.perf_counter()
+
+    watch.look("the end of fit")
 
     # fit end: what was not evaluated since the last batch is evaluated now, so that fit_end sees the final metrics
     if progress.batch_in_epoch:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernel_core.data.spec import DataSpec, to_device
 from kernel_core.engine import TrainBatch
+from kernel_core.errors import DataError
 from kernel_core.models import TrainableModel
 from kernel_core.train.state import State
 
@@ -33,6 +34,8 @@ def make_train_batch(state: State, hooks: SimpleNamespace, data: DataSpec) -> Tr
             zero_grad()
         batch = state.batch
         microbatches = [batch] if size is None else data.split_batch(batch, size)
+        if not microbatches:
+            raise DataError("batch: no row is left to train on. A plugin that selects rows must leave at least one.")
         if len(microbatches) == 1:
             state.microbatch = 0
             loss = run(microbatches[0], None)

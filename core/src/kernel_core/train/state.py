@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernel_core.data.spec import get_item, set_item
+from kernel_core.data.spec import device_of, get_item, set_item
 from kernel_core.errors import TrainerError
 from kernel_core.timing import Progress, Time, Timestamp, TimeUnit, reader
 from kernel_core.train.randomness import SCOPES, Scope, keyed_generator
@@ -127,6 +127,8 @@ class State:
         duration = Time.from_input(value, TimeUnit.EPOCH)
         if duration.unit is TimeUnit.DURATION:
             raise TrainerError(f"max_duration: got {duration}. A share of the run cannot say how long the run is.")
+        if duration.value < 0:
+            raise TrainerError(f"max_duration: got {duration}. Expected a time of at least 0.")
         self._max_duration, self._limit, self._clock = duration, duration.value, reader(duration.unit)
 
     @property
@@ -166,7 +168,7 @@ class State:
     def generator(
         self, plugin: Plugin, scope: Scope = "batch", *, sample: int | None = None, key: str = ""
     ) -> torch.Generator:
-        """Return a generator on the run's device that depends on (seed, plugin id, batch) and, by ``scope``, on no more.
+        """Return a generator on the device of the batch that depends on (seed, plugin id, batch) and, by ``scope``, on no more.
 
         Args:
             plugin: Whose stream it is: pass ``self``.
@@ -191,7 +193,7 @@ class State:
                 parts.append(self.microbatch)
         else:
             raise ValueError(f"state.generator: unknown scope {scope!r}. Expected one of {', '.join(SCOPES)}.")
-        return keyed_generator(self.device, *parts)
+        return keyed_generator(device_of(self.batch) or self.device, *parts)
 
     def batch_get_item(self, key: Any) -> Any:
         """Return a part of the batch by index, key, or a function."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,15 +16,23 @@ import torch
 from kernel_core.data.spec import DataSpec
 from kernel_core.device import resolve_device
 from kernel_core.engine import Engine
-from kernel_core.errors import OptionError, PluginLoadError, SurgeryError, TrainerError
+from kernel_core.errors import OptimizerError, OptionError, PluginLoadError, SurgeryError, TrainerError
 from kernel_core.logger import Logger
 from kernel_core.models import TrainableModel
-from kernel_core.optim import OptimizerRequest, ParameterGroups, build_optimizers, check_coverage
+from kernel_core.optim import (
+    OptimizerRequest,
+    ParameterGroups,
+    build_optimizers,
+    check_coverage,
+    check_reevaluation,
+    is_optimizer,
+)
 from kernel_core.registry.base import LoggerDestination, Plugin
 from kernel_core.registry.discovery import find, installed_plugins
 from kernel_core.registry.options import bind_options
 from kernel_core.registry.plan import ActivePlugin, Plan, PluginRequest, build_plan, invoke, resolve
-from kernel_core.surgery import SurgeryReport, changed_paths, fingerprint, perform_surgery
+from kernel_core.schedules import check_schedulers
+from kernel_core.surgery import StructureWatch, SurgeryReport, changed_paths, fingerprint, perform_surgery
 from kernel_core.timing import Time, TimeUnit
 from kernel_core.train.composer_keywords import KEYWORDS
 from kernel_core.train.evaluation import Evaluations, Evaluator, as_evaluators, check_subset, evaluate, predict
@@ -33,7 +42,7 @@ from kernel_core.train.randomness import seed_all
 from kernel_core.train.state import State
 
 log = logging.getLogger(__name__)
-Plugins = PluginRequest | Sequence[PluginRequest] | None
+Plugins = PluginRequest | Sequence[PluginRequest] | Mapping[str, Mapping[str, Any]] | None
 
 
 class Trainer:
@@ -53,7 +62,7 @@ class Trainer:
         optimizers: Ready optimizers, or functions that make one from the parameters; one or several.
         schedulers: torch's schedulers, or callables ``state -> multiplier``; one or several.
         step_schedulers_every_batch: How torch's schedulers are stepped; None means by epoch.
-        plugins: Names, ``(name, options)`` and instances of algorithms, callbacks and loggers.
+        plugins: Names, ``(name, options)`` and instances of algorithms, callbacks and loggers, or ``{name: options}``.
         algorithms, callbacks, loggers: The same, for one kind.
         parallelism: An engine: its name, ``{name: options}``, or an instance.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``mps``, …; None for the accelerator if there is one.
@@ -111,6 +120,9 @@ class Trainer:
             )
         _check_positive("device_train_microbatch_size", device_train_microbatch_size)
         _check_positive("iteration_length", iteration_length)
+        _check_run_name(run_name)
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise TrainerError(f"seed: got {seed!r}. Expected a whole number, or None.")
         seed = secrets.randbelow(2**31) if seed is None else seed
         seed_all(seed)
         asked = _resolve_all(plugins, algorithms, callbacks, loggers)
@@ -129,6 +141,9 @@ class Trainer:
         self.logger = Logger(destinations, self.state.progress)
         self._hooks = self.plan.bind(state=self.state, logger=self.logger)
         self._closed = False
+        self._fitting = False
+        self._begun: set[str] = set()  # plugins that had their init, so that only they are closed
+        self._strict = strict
         self._train_subset_num_batches = train_subset_num_batches
         self._step_schedulers_every_batch = step_schedulers_every_batch
         self._eval_interval = Time.from_input(eval_interval, TimeUnit.EPOCH)
@@ -140,28 +155,32 @@ class Trainer:
         self._data: DataSpec | None = None
         if train_dataloader is not None:
             self._set_train_data(train_dataloader)
+        for evaluator in self.state.evaluators:
+            evaluator.select(model.get_metrics(is_train=False))
         try:
-            self._start(_as_list(optimizers), strict)
+            self._start(_as_list(optimizers))
         except BaseException as error:
             self._fail(error)
             raise
 
-    def _start(self, optimizers: list[OptimizerRequest], strict: bool) -> None:
+    def _start(self, optimizers: list[OptimizerRequest]) -> None:
         state, plan = self.state, self.plan
         for active in plan.plugins:
             active.plugin.check(state)
         self._init_plugins()
         ready = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
         groups = ParameterGroups(state.model, ready)
-        perform_surgery(state, strict)
+        perform_surgery(state, self._strict)
         for call in plan.calls("model_transformed"):
             invoke(call, {"model": state.model, "report": self.surgery_report})
         state.model = state.engine.prepare(state.model, state.device)
         groups.repoint(state.model, [change.path for change in self.surgery_report.changes])
         made = build_optimizers(state.model, optimizers)
-        if made:
-            check_coverage(state.model, made)
         state.optimizers = tuple(self._wrap(optimizer) for optimizer in made)
+        if made:
+            check_coverage(state.model, state.optimizers)
+            check_reevaluation(state.optimizers, state.engine)
+        check_schedulers(state.schedulers)
         state.train_metrics = state.model.get_metrics(is_train=True)
         for metric in state.train_metrics.values():
             if hasattr(metric, "to"):
@@ -179,24 +198,28 @@ class Trainer:
         for name in ("before_load", "after_load"):
             for bound in getattr(self._hooks, name):
                 bound()
+        self._watch = StructureWatch(state.model, self.surgery_report, self._strict)
         seed_all(state.seed)  # what plugins drew while they started must not shift what training draws
 
     def _init_plugins(self) -> None:
-        calls = self.plan.calls("init")
-        if not calls:
-            return
         before = fingerprint(self.state.model)
-        for call in calls:
+        for call in self.plan.calls("init"):
+            self._begun.add(call.plugin)
             invoke(call, {"state": self.state, "logger": self.logger})
             if changed := changed_paths(before, fingerprint(self.state.model)):
                 raise SurgeryError(
                     f"{call.plugin}: changed the model in init, at {changed[0] or 'its root'}. Surgery belongs in the hooks "
                     "module_replacements or transform_model, where it is ordered, checked and reported."
                 )
+        self._begun |= {active.id for active in self.plan.plugins}
 
     def _wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         for call in self.plan.calls("wrap_optimizer"):
             wrapped = invoke(call, {"optimizer": optimizer, "state": self.state})
+            if wrapped is not None and not is_optimizer(wrapped):
+                raise OptimizerError(
+                    f"{call.plugin}.wrap_optimizer: returned {wrapped!r}. Expected an optimizer, or None."
+                )
             optimizer = optimizer if wrapped is None else wrapped
         return optimizer
 
@@ -225,20 +248,22 @@ class Trainer:
 
         An exception is passed to ``fit_failed``, the trainer closes, and the exception goes on.
         """
+        steps = self._prepare_fit(train_dataloader, duration)
         try:
-            yield from self._training_steps(train_dataloader, duration)
+            yield from steps
         except GeneratorExit:
             raise
         except BaseException as error:
             self._fail(error)
             raise
 
-    def _training_steps(self, train_dataloader: Any, duration: int | str | Time | None) -> Iterator[None]:
+    def _prepare_fit(self, train_dataloader: Any, duration: int | str | Time | None) -> Iterator[None]:
+        """Check what ``fit`` was given, before anything begins, and return the loop."""
         state = self.state
-        if self._closed:
-            raise TrainerError("fit: this trainer is closed. Make a new one.")
+        self._refuse_closed("fit")
         if train_dataloader is not None:
             self._set_train_data(train_dataloader)
+            state.progress.restart_epoch()  # the place in the old loader means nothing in the new one
         if self._data is None:
             raise TrainerError("fit: no train_dataloader. Give one to Trainer or to fit.")
         if not state.optimizers:
@@ -251,6 +276,10 @@ class Trainer:
             state.max_duration = Time(state.progress.value(more.unit) // 1, more.unit) + more
         if state.max_duration is None:
             raise TrainerError("fit: no max_duration. Give one to Trainer, or fit(duration=...).")
+        if state.max_duration.unit is TimeUnit.ITERATION and state.iteration_length is None:
+            raise TrainerError(
+                f"fit: max_duration={state.max_duration} counts iterations. Give Trainer iteration_length=<epochs>."
+            )
         state.resume_training()
         if state.stopped:
             log.warning("fit: max_duration=%s is reached already; nothing is trained.", state.max_duration)
@@ -261,32 +290,39 @@ class Trainer:
             check_subset(evaluator)
         evaluations = Evaluations(state, self._hooks, self.logger, self._eval_interval)
         by_batch = bool(self._step_schedulers_every_batch)
-        yield from training_steps(state, self._hooks, self.logger, self._data, evaluations, by_batch)
+        self._fitting = True
+        return training_steps(state, self._hooks, self.logger, self._data, evaluations, self._watch, by_batch)
+
+    def _refuse_closed(self, what: str) -> None:
+        if self._closed:
+            raise TrainerError(f"{what}: this trainer is closed. Make a new one.")
 
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> dict[str, Any]:
         """Evaluate now.
 
         Args:
             eval_dataloader: What to evaluate on; the default is the trainer's evaluators.
-            subset_num_batches: For a bare loader: the first batches only.
+            subset_num_batches: The first batches only; -1 for what each evaluator says.
 
         Returns:
             ``<label>/<name>`` to what the metric computed.
 
         Raises:
-            TrainerError: there is nothing to evaluate on.
+            TrainerError: there is nothing to evaluate on, or the trainer is closed.
         """
+        self._refuse_closed("eval")
         evaluators: list[Evaluator] = (
             self.state.evaluators if eval_dataloader is None else as_evaluators(eval_dataloader, subset_num_batches)
         )
         if not evaluators:
             raise TrainerError("eval: no eval_dataloader. Give one to Trainer or to eval.")
         for evaluator in evaluators:
-            check_subset(evaluator)
+            check_subset(evaluator, subset_num_batches)
+        limit = None if subset_num_batches < 0 else subset_num_batches
         try:
             for call in self._hooks.eval_standalone_start:
                 call()
-            evaluate(self.state, self._hooks, self.logger, evaluators)
+            evaluate(self.state, self._hooks, self.logger, evaluators, limit)
             for call in self._hooks.eval_standalone_end:
                 call()
         except BaseException as error:
@@ -298,6 +334,7 @@ class Trainer:
 
     def predict(self, dataloader: Any, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
         """Return the model's outputs for each batch, on the CPU; an empty list without ``return_outputs``."""
+        self._refuse_closed("predict")
         try:
             return predict(self.state, self._hooks, DataSpec.of(dataloader), subset_num_batches, return_outputs)
         except BaseException as error:
@@ -312,11 +349,13 @@ class Trainer:
         """
         raise_all("closing the trainer failed", self._close())
 
-    def _close(self) -> list[Exception]:
+    def _close(self) -> list[BaseException]:
         if self._closed:
             return []
         self._closed = True
-        errors = call_all(self._hooks.close)
+        calls = [call for call in self.plan.calls("close") if call.plugin in self._begun]
+        arguments = {"state": self.state, "logger": self.logger}
+        errors = call_all([partial(invoke, call, arguments) for call in calls])
         for error in errors:
             annotate(error, self.state)
         return errors + call_all([self.state.engine.close])
@@ -324,7 +363,7 @@ class Trainer:
     def _fail(self, error: BaseException) -> None:
         """Tell the plugins, close, and raise everything together if that fails too."""
         annotate(error, self.state)
-        calls = self.plan.calls("fit_failed")
+        calls = self.plan.calls("fit_failed") if self._fitting else ()
         later = (
             call_all([partial(invoke, call, {"state": self.state, "error": error}) for call in calls]) + self._close()
         )
@@ -353,6 +392,10 @@ def _as_list(value: Any) -> list[Any]:
 def _requests(value: Plugins) -> list[PluginRequest]:
     if value is None:
         return []
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if not isinstance(value, Iterable) and not isinstance(value, Plugin):
+        return [value]  # resolve says what is wrong with it
     is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
     return [value] if isinstance(value, str | Plugin) or is_pair else list(value)  # type: ignore[list-item, arg-type]
 
@@ -428,6 +471,13 @@ def _place(model: TrainableModel, device: str | torch.device | None) -> Trainabl
             )
         return model
     return model.to(resolve_device(device))
+
+
+def _check_run_name(run_name: str | None) -> None:
+    if run_name is not None and not (isinstance(run_name, str) and re.fullmatch(r"[^./\\\s][^/\\]*", run_name)):
+        raise TrainerError(
+            f"run_name: got {run_name!r}. Expected a name for a folder: no slash, no dot or blank at the start."
+        )
 
 
 def _check_positive(name: str, value: int | None) -> None:
