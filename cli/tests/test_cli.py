@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -284,10 +285,23 @@ WRONG = [
     (["--set", "model.name=lime"], "model.name: there is no 'lime'. Did you mean 'line'?"),
     (["--set", "optimizer.name=adamm"], "optimizer.name: there is no 'adamm'"),
     (["--set", "optimizer.lrr=1"], "optimizer.lrr: unknown option. Did you mean 'lr'"),
-    (["--set", "train.max_durration=1ep"], "train.max_durration: unknown key. Did you mean 'max_duration'?"),
+    (["--set", "train.max_durration=1ep"], "train.max_durration: unknown option. Did you mean 'max_duration'?"),
     (["--max-duration", "3parsec"], "unknown unit 'parsec'"),
     (["--max-duration", "soon"], "time: cannot read 'soon'"),
     (["--device", "cup"], "device: unknown device 'cup'"),
+    (["--plugins", "smooth,smooth"], "--plugins: smooth is named twice"),
+    (
+        ["--plugins", "numbers"],
+        "there is no algorithm or callback or logger of that name; it is installed among the recipes",
+    ),
+    (["--set", "train.strict=no"], "train.strict: got 'no', expected bool"),
+    (["--set", "train.seed=abc"], "train.seed: got 'abc', expected int"),
+    (["--set", "eval.subset_num_batches=banana"], "eval.subset_num_batches: got 'banana', expected int"),
+    (["--set", "logging.progress_bar=sure"], "logging.progress_bar: got 'sure', expected bool"),
+    (["--set", "plugins.smooth=3"], "plugins.smooth: got 3. Expected its options as a mapping"),
+    (["--run-name", "../../escaped"], "run_name: got '../../escaped'. Expected a name for a folder"),
+    (["--max-duration=-1ep"], "max_duration: got -1ep. Expected a time of at least 0"),
+    (["--max-duration", "1iter"], "max_duration: 1iter counts iterations. Give Trainer iteration_length"),
     (["--set", "parallelism.dpp={}"], "dpp: no parallelism of that name is installed"),
 ]
 
@@ -341,6 +355,28 @@ def test_a_failure_is_a_document_too_and_exit_code_1_once_training_began(folder:
     assert "Traceback" not in result.stderr
     unknown = kernel("train", "line", "--plugins", "smoth", "--json")
     assert document(unknown)["error"]["type"] == "PluginNotFoundError"
+
+
+def test_settings_of_plugins_evaluations_and_names(folder: Path) -> None:
+    (folder / "mixed.YAML").write_text(
+        "recipe: line\nplugins: [smooth, {chatty: {words: hi}}]\neval: {subset_num_batches: 1}\n"
+    )
+    result = kernel("train", "mixed.YAML", "--set", "plugins.chatty.words=hey", "--run-name", "mixed", "--json")
+    assert result.exit_code == 0, result.output
+    assert "words: hey" in (folder / "runs" / "mixed" / "config.yaml").read_text()
+    again = kernel("train", "mixed.YAML", "--run-name", "mixed")
+    assert again.exit_code == 2
+    assert "holds a run already. Choose another name" in again.stderr
+    plan = document(kernel("plan", "line", "-o", "file_logger.flush_interval=7", "--json"))
+    (logger,) = [one for one in plan["plugins"] if one["name"] == "file_logger"]
+    assert logger["options"]["flush_interval"] == 7
+
+
+def test_usage_errors_are_documents_too(site: Path) -> None:
+    command = [sys.executable, "-m", "kernel_cli.main", "train", "line", "--seed", "abc", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "'abc' is not a valid integer" in json.loads(done.stdout)["error"]["message"]
 
 
 def test_plugins_list_and_show() -> None:
@@ -399,8 +435,8 @@ def test_help_and_list_import_no_torch(site: Path) -> None:
     assert "Train PyTorch models with plugins." in done.stdout
 
 
-def test_interrupting_ends_with_130(site: Path, folder: Path) -> None:
-    import signal
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupting_closes_and_says_so(number: int, code: int, site: Path, folder: Path) -> None:
 
     command = [sys.executable, "-m", "kernel_cli.main", "train", "line", "--max-duration", "10m", "--run-name", "long"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
@@ -408,6 +444,9 @@ def test_interrupting_ends_with_130(site: Path, folder: Path) -> None:
     deadline = time.monotonic() + 60
     while not (folder / "runs" / "long" / "plan.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    time.sleep(0.5)
+    process.send_signal(number)
+    error = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == code
+    assert "Error: interrupted" in error
+    assert (folder / "runs" / "long" / "metrics.jsonl").read_text().endswith("\n")

@@ -55,6 +55,18 @@ def test_what_cannot_be_split_says_which_argument_helps() -> None:
         split({1, 2}, 1)
 
 
+def test_lists_beside_each_other_hold_a_row_an_entry() -> None:
+    images = [torch.ones(3, 8, 8) * n for n in range(4)]
+    targets = [{"box": torch.ones(n + 1, 4)} for n in range(4)]
+    assert count_samples((images, targets)) == count_samples(targets) == 4
+    first, second = split((images, targets), 2)
+    assert [len(first[0]), len(first[1]), len(second[0])] == [2, 2, 2]
+    assert second[0][0] is images[2]
+    assert second[1][1] is targets[3]
+    with pytest.raises(DataError, match="a list of 3 entries stands beside 4 rows"):
+        split((images, targets[:3]), 2)
+
+
 def test_tokens_are_the_area_of_input_ids() -> None:
     assert count_tokens({"input_ids": torch.ones(3, 7)}) == 21
     assert count_tokens((X, Y)) == 0

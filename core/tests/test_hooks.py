@@ -84,6 +84,27 @@ class WrongActive(Callback):
     def batch_end(self) -> None: ...
 
 
+class Yields(Callback):
+    @hookimpl
+    def batch_end(self) -> Any:
+        yield
+
+
+class Async(Callback):
+    @hookimpl
+    async def batch_end(self) -> None: ...
+
+
+class Static(Callback):
+    @staticmethod
+    def batch_end() -> None: ...
+
+
+class OnInstance(Callback):
+    def __init__(self) -> None:
+        self.batch_end = lambda state: None
+
+
 class FromTheFuture(Callback):
     hook_api = 99
 
@@ -101,6 +122,10 @@ class FromTheFuture(Callback):
         (Keywords, r"keywords\.batch_end: takes \*\*everything"),
         (First, r"first\.batch_end: is marked tryfirst"),
         (WrongActive, r"wrong_active\.active_hooks: names 'batch_start', which the plugin does not answer"),
+        (Yields, r"yields\.batch_end: is a generator or coroutine, whose body would never run"),
+        (Async, r"async\.batch_end: is a generator or coroutine"),
+        (Static, r"static\.batch_end: a hook must be a plain method, not a staticmethod"),
+        (OnInstance, r"on_instance\.batch_end: is set on the instance, where no hook is looked for"),
         (FromTheFuture, r"from_the_future: was written for level 99 of the hook interface"),
     ],
 )
@@ -195,7 +220,7 @@ def test_calls_are_bound_to_what_each_answer_takes() -> None:
         def batch_start(self) -> None:
             seen.append("nothing")
 
-    bound = plan_of(Taker()).bind(state="S", logger="L")
+    bound = plan_of(Taker()).bind(lambda call, hook, bound: bound, state="S", logger="L")
     for call in (*bound.batch_start, *bound.batch_end, *bound.epoch_end):
         call()
     assert seen == ["nothing", ("S", "L")]

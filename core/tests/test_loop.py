@@ -396,6 +396,26 @@ def test_evaluators_run_when_due_and_once_at_the_end() -> None:
     assert at == {"batches": [2, 4, 6, 7], "samples": [3, 5, 7], "epochs": [4, 7], "share": [4, 7]}
 
 
+def test_an_interval_in_iterations_fires_when_they_end() -> None:
+    at = []
+
+    class Watch(Callback):
+        @hookimpl
+        def eval_start(self, state: Any) -> None:
+            at.append(state.progress.epoch)
+
+    make(
+        Measured(),
+        [dataset(8).tensors],
+        eval_dataloader=[dataset(8).tensors],
+        eval_interval="1iter",
+        iteration_length=2,
+        max_duration="6ep",
+        callbacks=Watch(),
+    ).fit()
+    assert at == [2, 4, 6]
+
+
 def test_metrics_are_weighted_by_rows_and_chosen_by_name() -> None:
     x, y = dataset(10).tensors
     data = [(x[:7], y[:7]), (x[7:], y[7:])]

@@ -1,7 +1,11 @@
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+import torch
 from kernel_core import Algorithm, Time
 from kernel_core.errors import OptionError
 from kernel_core.registry.options import to_json
@@ -74,6 +78,11 @@ def test_an_id_belongs_to_every_plugin() -> None:
 
 
 def test_what_json_cannot_hold_is_stored_by_name_and_marked() -> None:
+    class Mode(enum.Enum):
+        FAST = 1
+
+    plain = [Mode.FAST, torch.bfloat16, torch.device("cpu"), Path("a/b"), timedelta(seconds=3)]
+    assert to_json(plain) == [f"{Mode.__qualname__}.FAST", "torch.bfloat16", "cpu", "a/b", "0:00:03"]
     assert to_json({"f": nn.Linear, "m": nn.ReLU(), "t": Time(3, "ba"), "s": {2, 1}, "x": float("inf")}) == {
         "f": {"$object": "torch.nn.modules.linear.Linear"},
         "m": {"$object": "torch.nn.modules.activation.ReLU"},
@@ -90,3 +99,31 @@ def test_an_annotation_that_cannot_be_resolved_leaves_the_others_checked() -> No
     Partly(device="anything")
     with pytest.raises(OptionError, match=r"partly\.size: got 'x', expected int"):
         Partly(size="x")
+
+
+def test_an_iterable_can_be_read_twice_and_positions_count_as_given() -> None:
+    class Words(Algorithm):
+        def __init__(self, first: int, words: Iterable[str] = ()) -> None:
+            self.words = words
+
+    plugin = Words(1, ["a", "b"])
+    assert [*plugin.words, *plugin.words] == ["a", "b", "a", "b"]
+    with pytest.raises(OptionError, match=r"words: too many positional"):
+        Words(1, ["a"], 3)  # type: ignore[call-arg]
+
+
+def test_truth_is_not_read_out_of_text_or_numbers() -> None:
+    class Switch(Algorithm):
+        def __init__(self, on: bool = False) -> None: ...
+
+    for value in ("no", "yes", 1, 0):
+        with pytest.raises(OptionError, match=r"switch\.on: got .*, expected bool"):
+            Switch(on=value)  # type: ignore[arg-type]
+
+
+def test_names_that_every_plugin_has_cannot_be_options() -> None:
+    class Named(Algorithm):
+        def __init__(self, name: str = "x") -> None: ...
+
+    with pytest.raises(OptionError, match=r"named\.name: every plugin has an attribute of that name"):
+        Named()

@@ -283,3 +283,23 @@ def test_the_plan_is_plain_data_and_its_digest_covers_options() -> None:
         }
     ]
     assert document["digest"] != plan_of(Tuned(strength=3.0)).digest
+
+
+def test_roles_and_distribution_names_compare_in_their_normal_form() -> None:
+    class Clips(Algorithm):
+        roles = {"clips_gradients"}
+
+        @hookimpl
+        def batch_end(self) -> None: ...
+
+    class Late(Algorithm):
+        after = {"role:clips-gradients", "some-distribution:other"}
+
+        @hookimpl
+        def batch_end(self) -> None: ...
+
+    class Other(Algorithm):
+        @hookimpl
+        def batch_end(self) -> None: ...
+
+    assert order(plan_of(Late(), Other(), Clips()), "batch_end") == ["other", "clips", "late"]

@@ -431,3 +431,123 @@ def test_models_without_parameters_and_models_spread_over_devices() -> None:
     assert [module.weight.device.type for module in model.net.values()] == ["cpu", "meta"]
     with pytest.raises(Exception, match=r"device: 'cpu' was asked for, and the model is spread over cpu, meta"):
         Trainer(model=Net(spread), device="cpu", progress_bar=False)
+
+
+def test_an_optimizer_that_keeps_its_own_list_still_trains_what_surgery_put_in_place() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    trainer = make(
+        net,
+        replace(nn.Linear, lambda module, path: nn.Linear(module.in_features, module.out_features)),
+        optimizers=torch.optim.LBFGS(net.parameters(), lr=0.1),
+        train_dataloader=[torch.ones(2, 2)],
+        max_duration="2ba",
+    )
+    before = [parameter.detach().clone() for parameter in trainer.state.model.parameters()]
+    trainer.fit()
+    assert not any(torch.equal(a, b) for a, b in zip(before, trainer.state.model.parameters(), strict=True))
+
+
+def test_names_in_the_optimizer_follow_its_parameters() -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
+    optimizer = torch.optim.SGD([(f"net.{name}", parameter) for name, parameter in net.named_parameters()], lr=0.1)
+    make(net, replace(nn.Linear, wider_linear), optimizers=optimizer)
+    assert optimizer.param_groups[0]["param_names"] == ["net.0.weight", "net.0.bias"]
+
+
+def test_one_new_module_at_two_paths_joins_one_group() -> None:
+    shared = nn.PReLU()
+    net = nn.Sequential(nn.Linear(2, 2), shared, nn.Linear(2, 2), shared)
+    groups = [{"params": net[0].parameters()}, {"params": [*net[2].parameters(), *shared.parameters()]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    make(net, replace(nn.PReLU, lambda module, path: Scaled(2)), optimizers=optimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 5]
+
+
+def test_a_plugin_that_only_sets_values_is_called() -> None:
+    class Values(Algorithm):
+        @hookimpl
+        def model_materialized(self, model: nn.Module) -> None:
+            nn.init.constant_(model.net[0].weight, 3.0)
+
+    trainer = make(nn.Sequential(nn.Linear(1, 1)), Values())
+    assert float(trainer.state.model.net[0].weight.detach()) == 3.0
+    assert trainer.surgery_report.no_effect == []
+
+
+def test_what_was_frozen_stays_frozen() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].requires_grad_(False)
+    made = make(net, replace(nn.Linear, wider_linear)).state.model.net
+    assert [parameter.requires_grad for parameter in made.parameters()] == [False, False, True, True]
+
+
+def test_a_tie_that_surgery_breaks_and_hooks_it_drops_are_remarked() -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Bilinear(2, 2, 2))
+    net[1].tied = net[0].weight
+    net[0].register_forward_hook(lambda module, inputs, output: None)
+    report = make(net, replace(nn.Linear, lambda module, path: nn.Linear(2, 2, bias=False))).surgery_report
+    assert report.remarks == [
+        "swap: the forward hooks of net.0 are not on what replaced it.",
+        "swap: net.0.weight and net.1.tied were one tied parameter before its surgery and no longer are.",
+    ]
+
+
+def test_a_claim_counts_even_when_the_first_plugin_left_nothing() -> None:
+    one = replace(nn.ReLU, lambda module, path: nn.GELU(), "one")
+    other = replace(nn.ReLU, lambda module, path: nn.Tanh(), "other")
+    with pytest.warns(SurgeryWarning, match="other: its surgery had no effect"):
+        report = make(nn.Sequential(nn.ReLU()), one, other).surgery_report
+    assert "one and other both replace ReLU" in report.remarks[0]
+
+
+def test_an_error_in_a_replacement_function_names_plugin_and_path() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        make(nn.Sequential(nn.ReLU()), replace(nn.ReLU, lambda module, path: 1 / 0))
+    assert caught.value.__notes__[0] == "in plugin 'swap', module_replacements, at net.0"
+
+
+def test_structure_changed_by_hand_before_fit_is_named_and_an_error_when_strict() -> None:
+    def run(strict: bool) -> None:
+        model = Net(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        trainer = Trainer(
+            model=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            train_dataloader=[torch.ones(1, 2)],
+            max_duration="1ep",
+            device="cpu",
+            progress_bar=False,
+            strict=strict,
+        )
+        model.net[1] = nn.Linear(2, 2)
+        trainer.fit()
+
+    with pytest.warns(SurgeryWarning, match=r"noticed at the start of fit: net\.1"):
+        run(strict=False)
+    with pytest.raises(SurgeryError, match=r"noticed at the start of fit: net\.1"):
+        run(strict=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (True, r"odd\.wrap_optimizer: returned True\. Expected an optimizer"),
+        ("partial", "3 trainable parameters are in no optimizer"),
+    ],
+)
+def test_what_wrap_optimizer_returns_is_checked(answer: Any, message: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    class Odd(Algorithm):
+        @hookimpl
+        def wrap_optimizer(self) -> Any:
+            return torch.optim.SGD([net[0].weight], lr=0.1) if answer == "partial" else answer
+
+    with pytest.raises(OptimizerError, match=message):
+        make(net, Odd(), optimizers=torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_evaluates_must_be_alone() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    both = [torch.optim.LBFGS(net[0].parameters()), torch.optim.SGD(net[1].parameters(), lr=0.1)]
+    with pytest.raises(OptimizerError, match="LBFGS evaluates the model in its step and must be the only optimizer"):
+        make(net, optimizers=both)

@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 import torch
 from kernel_core import Algorithm, Callback, Evaluator, LoggerDestination, TrainableModel, Trainer, hookimpl
-from kernel_core.errors import ConflictError, DataError, PluginLoadError, PluginNotFoundError, TrainerError
+from kernel_core.errors import (
+    ConflictError,
+    DataError,
+    OptimizerError,
+    OptionError,
+    PluginLoadError,
+    PluginNotFoundError,
+    TrainerError,
+)
 from torch import nn
 
 
@@ -120,6 +128,24 @@ def test_a_plugin_that_cannot_work_is_refused_before_anything_starts() -> None:
         ({"eval_dataloader": [Evaluator("a", DATA), DATA]}, TrainerError, r"got Evaluators and other things"),
         ({"eval_dataloader": [Evaluator("a", DATA)] * 2}, TrainerError, r"two evaluators have the label 'a'"),
         ({"plugins": ["alibbbi"]}, PluginNotFoundError, r"alibbbi: no algorithm or callback or logger"),
+        ({"plugins": 3}, PluginLoadError, r"plugins: got 3\. Expected a name"),
+        ({"callbacks": Callback}, PluginLoadError, r"Make an instance: Callback\(\.\.\.\)"),
+        (
+            {"plugins": {"gradient_clipping": 3}},
+            OptionError,
+            r"gradient_clipping: got 3\. Expected its options as a mapping",
+        ),
+        ({"seed": "3"}, TrainerError, r"seed: got '3'\. Expected a whole number"),
+        ({"run_name": "../x"}, TrainerError, r"run_name: got '\.\./x'"),
+        ({"max_duration": "-1ep"}, TrainerError, r"max_duration: got -1ep\. Expected a time of at least 0"),
+        ({"max_duration": "1iter"}, TrainerError, r"max_duration: 1iter counts iterations"),
+        ({"optimizers": "adamw"}, OptimizerError, r"optimizers: got 'adamw'\. Expected a torch\.optim\.Optimizer"),
+        ({"schedulers": "cosine"}, TrainerError, r"schedulers: got 'cosine'\. Expected one of torch's"),
+        (
+            {"eval_dataloader": Evaluator("a", DATA, metric_names=["x"])},
+            TrainerError,
+            r"no metric of the model matches 'x'",
+        ),
         ({"plugins": [3]}, PluginLoadError, r"plugins: got 3\. Expected a name"),
     ],
 )
@@ -155,6 +181,124 @@ def test_an_endless_evaluator_needs_a_limit() -> None:
     endless = Evaluator("endless", iter(DATA))
     with pytest.raises(DataError, match=r"evaluator endless: its loader has no length"):
         make(eval_dataloader=endless).fit()
+
+
+def test_evaluators_check_their_label_and_patterns() -> None:
+    with pytest.raises(TrainerError, match="got the label 'a/b'"):
+        Evaluator("a/b", DATA)
+    with pytest.raises(TrainerError, match=r"evaluator a: 'x\(' is no regular expression"):
+        Evaluator("a", DATA, metric_names=["x("])
+
+
+def test_a_scheduler_that_needs_a_value_is_refused_at_start() -> None:
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(TrainerError, match=r"ReduceLROnPlateau\.step needs 'metrics'"):
+        make(model=model, optimizers=optimizer, schedulers=plateau)
+
+
+def test_options_by_name_may_be_a_mapping() -> None:
+    trainer = make(plugins={"gradient_clipping": {"clipping_threshold": 0.01}})
+    assert trainer.plan.plugins[0].plugin.clipping_threshold == 0.01  # type: ignore[attr-defined]
+
+
+def test_a_forgotten_argument_does_not_end_the_trainer() -> None:
+    trainer = make(train_dataloader=None)
+    with pytest.raises(TrainerError, match="no train_dataloader"):
+        trainer.fit()
+    trainer.fit(DATA)
+    assert trainer.state.timestamp.batch == 3
+    trainer.close()
+    with pytest.raises(TrainerError, match="eval: this trainer is closed"):
+        trainer.eval(DATA)
+
+
+def test_only_plugins_that_began_are_closed_and_fit_failed_waits_for_fit() -> None:
+    witness = Witness()
+
+    class Refusing(Callback):
+        def check(self, state: Any) -> None:
+            raise ConflictError("refusing: not here.")
+
+    with pytest.raises(ConflictError) as caught:
+        make(witness, Refusing())
+    assert witness.seen == []
+    assert "method check" in caught.value.__notes__[0]
+
+    class FailsInit(Callback):
+        @hookimpl
+        def init(self) -> None:
+            raise KeyError("planted")
+
+    with pytest.raises(KeyError):
+        make(FailsInit(), witness)
+    assert witness.seen == []
+
+
+def test_batches_that_are_handed_out_again_are_not_changed() -> None:
+    seen = []
+
+    class Doubling(Algorithm):
+        @hookimpl
+        def before_forward(self, state: Any) -> None:
+            state.batch_set_item("x", state.batch_get_item("x") * 2)
+            seen.append(float(state.batch["x"][0, 0]))
+
+    class OfDict(Line):
+        def forward(self, batch: Any) -> Any:
+            return self.line(batch["x"])
+
+    model = OfDict()
+    make(
+        Doubling(),
+        model=model,
+        optimizers=lambda p: torch.optim.SGD(p, lr=0.1),
+        train_dataloader=[{"x": torch.ones(2, 2)}],
+        max_duration="3ep",
+    ).fit()
+    assert seen == [2.0, 2.0, 2.0]
+
+
+def test_another_loader_starts_at_its_first_batch() -> None:
+    seen = []
+
+    class Watch(Callback):
+        @hookimpl
+        def batch_start(self, state: Any) -> None:
+            seen.append(float(state.batch[0, 0]))
+
+    trainer = make(Watch(), max_duration="2ba")
+    trainer.fit()
+    trainer.fit([torch.full((1, 2), float(n)) for n in (5, 6, 7)], duration="1ep")
+    assert seen == [1.0, 1.0, 5.0, 6.0, 7.0]
+
+
+def test_tokens_that_never_come_are_an_error_and_not_an_endless_run() -> None:
+    with pytest.raises(DataError, match="max_duration: 9tok counts tokens, and the batch has none"):
+        make(max_duration="9tok").fit()
+
+
+def test_a_plugin_that_leaves_no_row_is_told_so() -> None:
+    class Nothing(Algorithm):
+        @hookimpl
+        def batch_start(self, state: Any) -> None:
+            state.batch = state.batch[:0]
+
+    with pytest.raises(DataError, match="no row is left to train on"):
+        make(Nothing(), device_train_microbatch_size=2).fit()
+
+
+def test_a_logger_s_hooks_have_the_same_patience(caplog: pytest.LogCaptureFixture) -> None:
+    class Remote(LoggerDestination):
+        @hookimpl
+        def batch_end(self) -> None:
+            raise ConnectionError("no route")
+
+    trainer = make(Remote(), max_duration="2ep")
+    trainer.fit()
+    assert trainer.state.timestamp.batch == 6
+    assert "switched off" in caplog.text
 
 
 class Failing(Callback):

@@ -62,7 +62,7 @@ def load_source(source: str | None) -> Source:
         ConfigError: the file cannot be read or holds something else than sections.
         PluginNotFoundError: there is no such recipe.
     """
-    if source is None or not source.endswith((".yaml", ".yml")):
+    if source is None or not source.lower().endswith((".yaml", ".yml")):
         name = source or DEFAULT_RECIPE
         recipe = load_recipe(name)
         return Source(merge({}, recipe.config), recipe, name)
@@ -107,15 +107,21 @@ def apply_arguments(
         ConfigError: a section, key or plugin is unknown, or an argument is malformed.
     """
     for section, key, value in assignments(settings, "--set"):
-        config = merge(config, {section: {key: value}})
+        plugin, dot, option = key.partition(".")
+        nested = {plugin: {option: value}} if section == "plugins" and dot else {key: value}
+        config = merge(config, {section: nested})
     config = merge(config, {"train": {key: value for key, value in train.items() if value is not None}})
     named = [name.strip() for name in plugins.split(",") if name.strip()]
     known = {_label(key): key for key in config.get("plugins", {})}
     for name in named:
+        if _label(name) in map(_label, named[: named.index(name)]) or named.count(name) > 1:
+            raise ConfigError(f"--plugins: {name} is named twice. Give one of them an id of its own: 'other={name}'.")
         if _label(name) in known:
             continue
         config = merge(config, {"plugins": {name: {}}})
         known[_label(name)] = name
+    config = with_file_logger(config)
+    known |= {_label(key): key for key in config["plugins"]}
     for plugin, option, value in assignments(options, "-o"):
         if normalize(plugin) not in known:
             raise ConfigError(
@@ -125,6 +131,15 @@ def apply_arguments(
             )
         config = merge(config, {"plugins": {known[normalize(plugin)]: {option: value}}})
     return config
+
+
+def with_file_logger(config: Config) -> Config:
+    """Add the logger that writes ``metrics.jsonl``, with placeholders so that the plan is the same for every run."""
+    folder = config.get("logging", {}).get("folder", "runs")
+    config = merge(config, {"logging": {"folder": folder}})
+    if any(_label(key) == "file_logger" for key in config.get("plugins", {})):
+        return config
+    return merge(config, {"plugins": {"file_logger": {"filename": f"{folder}/{{run_name}}/metrics.jsonl"}}})
 
 
 def _label(key: str) -> str:

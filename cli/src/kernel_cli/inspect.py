@@ -85,9 +85,8 @@ def show_plan(
     from kernel_core.train.trainer import with_defaults
 
     from kernel_cli.config import apply_arguments, load_source
-    from kernel_cli.train import with_file_logger
 
-    config = with_file_logger(apply_arguments(load_source(source).config, plugins, options, settings, {}))
+    config = apply_arguments(load_source(source).config, plugins, options, settings, {})
     active = resolve(plugin_requests(config["plugins"]))
     bar = config["logging"].get("progress_bar", True)
     plan = build_plan(with_defaults(active, ["progress_bar"] if bar else []))

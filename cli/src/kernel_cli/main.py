@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 import click
 from kernel_core.errors import KernelError
 
-from kernel_cli.output import document
+from kernel_cli.output import Document, document
 
 PLUGINS_HELP = "Plugins to use, by name, comma separated. 'id=name' uses one a second time."
 OPTION_HELP = "An option of a plugin: plugin.option=value. May be repeated."
@@ -102,35 +104,57 @@ def _run(command: Callable[..., Any], **arguments: Any) -> None:
         code = 0
         try:
             out.value = command(**arguments)
-        except click.ClickException:
-            raise
-        except KeyboardInterrupt as error:
-            code = _report(out, error, 130, "interrupted")
-        except KernelError as error:
-            code = _report(out, error, error.exit_code, str(error))
-        except BaseExceptionGroup as error:
-            code = _report(out, error, 1, "")
-        except Exception as error:
-            code = _report(out, error, 1, "")
+        except BaseException as error:
+            code = _report(out, error)
     sys.exit(code)
 
 
-def _report(out: Any, error: BaseException, code: int, message: str) -> int:
-    """Print an error: its message alone where the user can mend it, with a traceback otherwise."""
-    notes = getattr(error, "__notes__", [])
-    if message:
+def _report(out: Document, error: BaseException) -> int:
+    """Print an error and return the exit code: its message alone where the user can mend it, else with a traceback."""
+    cause = error
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]  # what went wrong first; closing failed after it
+    code = _exit_code(cause)
+    notes = getattr(cause, "__notes__", [])
+    if isinstance(cause, KernelError | KeyboardInterrupt | SystemExit) and cause is error:
+        message = str(error) if isinstance(error, KernelError) else "interrupted"
         click.echo("\n".join([f"Error: {message}", *(f"  {note}" for note in notes)]), err=True)
     else:
         click.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
     out.value = {
-        "error": {"type": type(error).__name__, "message": str(error), "notes": list(notes), "exit_code": code}
+        "error": {"type": type(cause).__name__, "message": str(cause), "notes": list(notes), "exit_code": code}
     }
     return code
 
 
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KernelError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) and error.code else 1
+    return 1
+
+
 def main() -> None:
     """Entry point of the ``kernel`` script."""
-    cli.main(prog_name="kernel")
+    # as a signal alone it would end the process without closing what plugins hold
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        cli.main(prog_name="kernel", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        if "--json" in sys.argv:
+            with document(True) as out:
+                kind = type(error).__name__
+                out.value = {"error": {"type": kind, "message": error.format_message(), "notes": [], "exit_code": 2}}
+        sys.exit(2)
+    finally:
+        # whatever is printed while Python shuts down is not part of the document
+        sys.stdout.flush()
+        if "--json" in sys.argv:
+            os.dup2(2, 1)
 
 
 if __name__ == "__main__":

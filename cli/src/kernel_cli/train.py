@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 import yaml
-from kernel_core.errors import KernelError, OrderError
-from kernel_core.naming import normalize
+from kernel_core.errors import ConfigError, KernelError, OrderError
 from kernel_core.recipe import Config, build_trainer, merge
 
 from kernel_cli.config import Source, apply_arguments, load_source
@@ -45,6 +44,8 @@ def train(
     config = _complete(apply_arguments(origin.config, plugins, options, settings, given))
     name = config["train"].get("run_name") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     folder = Path(config["logging"]["folder"]) / name
+    if (folder / "plan.json").exists() and not dry_run:
+        raise ConfigError(f"run_name: {folder} holds a run already. Choose another name, or remove the folder.")
     trainer = build_trainer(
         config, origin.recipe.functions, run_name=name, progress_bar=config["logging"].get("progress_bar", True)
     )
@@ -77,18 +78,9 @@ def train(
 
 
 def _complete(config: Config) -> Config:
-    """Fill in what every run of the command has: a seed, and its metrics in its folder."""
+    """Fill in what every run of the command has: a seed."""
     seed = config.get("train", {}).get("seed")
-    return with_file_logger(merge(config, {"train": {"seed": secrets.randbelow(2**31) if seed is None else seed}}))
-
-
-def with_file_logger(config: Config) -> Config:
-    """Add the logger that writes ``metrics.jsonl``, with placeholders so that the plan is the same for every run."""
-    folder = config.get("logging", {}).get("folder", "runs")
-    config = merge(config, {"logging": {"folder": folder}})
-    if any(normalize(key.rpartition("=")[2]) == "file_logger" for key in config.get("plugins", {})):
-        return config
-    return merge(config, {"plugins": {"file_logger": {"filename": f"{folder}/{{run_name}}/metrics.jsonl"}}})
+    return merge(config, {"train": {"seed": secrets.randbelow(2**31) if seed is None else seed}})
 
 
 def _write_run(folder: Path, origin: Source, config: Config, trainer: Any) -> None:

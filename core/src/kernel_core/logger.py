@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from kernel_core.registry.base import LoggerDestination
+from kernel_core.registry.base import LoggerDestination, Plugin
 from kernel_core.timing import Progress
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class Logger:
 
     def __init__(self, destinations: Sequence[LoggerDestination], progress: Progress) -> None:
         self._destinations = list(destinations)
-        self._failures: dict[int, int] = {}
+        self._failures: dict[tuple[LoggerDestination, str], int] = {}
         self._progress = progress
 
     @property
@@ -37,12 +38,12 @@ class Logger:
         """Log ``metrics``, name to number or 0-d tensor; the step is the number of finished batches."""
         step = self._progress.batch if step is None else step
         for destination in tuple(self._destinations):
-            self._hand_over(destination, destination.log_metrics, metrics, step)
+            self._hand_over(destination, "log_metrics", destination.log_metrics, metrics, step)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Log settings that hold for the whole run."""
         for destination in tuple(self._destinations):
-            self._hand_over(destination, destination.log_hyperparameters, hyperparameters)
+            self._hand_over(destination, "log_hyperparameters", destination.log_hyperparameters, hyperparameters)
 
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "table", step: int | None = None
@@ -50,7 +51,7 @@ class Logger:
         """Log a table of ``rows`` under ``columns``."""
         step = self._progress.batch if step is None else step
         for destination in tuple(self._destinations):
-            self._hand_over(destination, destination.log_table, columns, rows, name, step)
+            self._hand_over(destination, "log_table", destination.log_table, columns, rows, name, step)
 
     def log_images(
         self, images: Any, name: str = "images", step: int | None = None, channels_last: bool = False
@@ -58,24 +59,32 @@ class Logger:
         """Log images: one (C, H, W) or (H, W, C) array, or a sequence of them."""
         step = self._progress.batch if step is None else step
         for destination in tuple(self._destinations):
-            self._hand_over(destination, destination.log_images, images, name, step, channels_last)
+            self._hand_over(destination, "log_images", destination.log_images, images, name, step, channels_last)
 
-    def _hand_over(self, destination: LoggerDestination, take: Callable[..., None], *args: Any) -> None:
+    def guard(self, plugin: Plugin, hook: str, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Put the same policy around a hook of a logger; what opens and closes it may fail loudly."""
+        if not isinstance(plugin, LoggerDestination) or hook in ("init", "fit_start", "eval_standalone_start", "close"):
+            return call
+        return partial(self._hand_over, plugin, hook, call)
+
+    def _hand_over(self, destination: LoggerDestination, what: str, take: Callable[..., None], *args: Any) -> None:
+        if destination not in self._destinations:
+            return
         try:
             take(*args)
         except OSError as error:
-            failures = self._failures[id(destination)] = self._failures.get(id(destination), 0) + 1
+            failures = self._failures[destination, what] = self._failures.get((destination, what), 0) + 1
             if failures < MAX_FAILURES:
-                log.warning("%s: logging failed (%s). Trying again with the next values.", destination.name, error)
+                log.warning("%s: %s failed (%s). Going on; it is tried again.", destination.name, what, error)
             else:
                 self._destinations.remove(destination)
                 log.error(
-                    "%s: logging failed %d times in a row (%s). It is switched off for the rest of the run; "
-                    "training goes on.",
+                    "%s: %s failed %d times in a row (%s). It is switched off for the rest of the run; training goes on.",
                     destination.name,
+                    what,
                     failures,
                     error,
                 )
         else:
             if self._failures:
-                self._failures.pop(id(destination), None)
+                self._failures.pop((destination, what), None)

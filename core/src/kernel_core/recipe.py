@@ -17,26 +17,34 @@ from kernel_core.errors import ConfigError, PluginLoadError
 from kernel_core.naming import did_you_mean
 from kernel_core.registry.discovery import find
 from kernel_core.registry.options import bind_options
-from kernel_core.train.composer_keywords import KEYWORDS
 
 Config = dict[str, Any]
 
+
+def _train(
+    max_duration: int | str = 1,
+    device: str | None = None,
+    device_train_microbatch_size: int | None = None,
+    seed: int | None = None,
+    run_name: str | None = None,
+    iteration_length: int | None = None,
+    train_subset_num_batches: int = -1,
+    step_schedulers_every_batch: bool | None = None,
+    strict: bool = False,
+) -> None:
+    """The keys of the section ``train``: arguments of Trainer."""
+
+
+def _eval(interval: int | str = 1, subset_num_batches: int = -1) -> None:
+    """The keys of the section ``eval``: ``eval_interval`` of Trainer, and the limit of evaluators without one."""
+
+
+def _logging(folder: str = "runs", progress_bar: bool = True) -> None:
+    """The keys of the section ``logging``: where the command keeps runs, and whether it shows a bar."""
+
+
 NAMED = ("model", "data", "optimizer", "scheduler")
-KEYS: Mapping[str, tuple[str, ...]] = {
-    "train": (
-        "max_duration",
-        "device",
-        "device_train_microbatch_size",
-        "seed",
-        "run_name",
-        "iteration_length",
-        "train_subset_num_batches",
-        "step_schedulers_every_batch",
-        "strict",
-    ),
-    "eval": ("interval", "subset_num_batches"),
-    "logging": ("folder", *KEYWORDS),
-}
+CHECKED: Mapping[str, Callable[..., None]] = {"train": _train, "eval": _eval, "logging": _logging}
 SECTIONS = (*NAMED, "train", "eval", "plugins", "parallelism", "logging")
 
 
@@ -94,15 +102,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Config:
         if section == "parallelism" and isinstance(value, str):
             value = {value: {}}
         elif section == "plugins" and isinstance(value, list):
-            value = {name: {} for name in value}
-        if not isinstance(value, Mapping):
+            value = _plugins_of_list(value)
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise ConfigError(f"config.{section}: got {value!r}. Expected a mapping of options.")
-        for key in value:
-            if section in KEYS and key not in KEYS[section]:
-                raise ConfigError(
-                    f"{section}.{key}: unknown key.{did_you_mean(str(key), KEYS[section])} "
-                    f"Expected one of {', '.join(KEYS[section])}."
-                )
+        if section in CHECKED:
+            value = {key: item for key, item in value.items() if item is not None}
+            value = {**value, **_only(bind_options(CHECKED[section], section, (), value), value)}
         known = merged.get(section, {})
         fresh = section == "parallelism" or (
             section in NAMED and value.get("name", known.get("name")) != known.get("name")
@@ -111,9 +116,30 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Config:
     return merged
 
 
+def _only(bound: inspect.BoundArguments, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in bound.arguments.items() if key in given}
+
+
+def _plugins_of_list(value: list[Any]) -> dict[str, Any]:
+    """Read ``[alibi, {blurpool: {min_channels: 8}}]``."""
+    plugins: dict[str, Any] = {}
+    for item in value:
+        entries = item if isinstance(item, Mapping) else {item: {}}
+        for name, options in entries.items():
+            if name in plugins:
+                raise ConfigError(
+                    f"plugins: {name} is named twice. Use one of them under an id of its own: 'other={name}'."
+                )
+            plugins[name] = options
+    return plugins
+
+
 def _merged_plugins(section: str, known: Mapping[str, Any], value: Mapping[str, Any]) -> Mapping[str, Any]:
     if section != "plugins":
         return value
+    for name, options in value.items():
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"plugins.{name}: got {options!r}. Expected its options as a mapping of name to value.")
     return {name: {**(known.get(name) or {}), **(options or {})} for name, options in value.items()}
 
 
@@ -137,7 +163,7 @@ def build_trainer(config: Mapping[str, Any], functions: Mapping[str, Callable[..
     Raises:
         KernelError: whatever in the document cannot be used.
     """
-    from kernel_core.optim import optimizer_by_name
+    from kernel_core.optim import optimizer_by_name, optimizer_names
     from kernel_core.schedules import SCHEDULES
     from kernel_core.train.randomness import seed_all
     from kernel_core.train.trainer import Trainer
@@ -148,13 +174,16 @@ def build_trainer(config: Mapping[str, Any], functions: Mapping[str, Callable[..
     data = _call("data", config, functions, train["seed"])
     if not isinstance(data, RunData):
         raise ConfigError(f"data.name: {config['data']['name']} returned {type(data).__name__}. Expected a RunData.")
-    optimizer = _named("optimizer", config, functions, optimizer_by_name)
+    optimizer = _named("optimizer", config, functions, optimizer_by_name, optimizer_names())
     options = {key: value for key, value in config["optimizer"].items() if key != "name"}
     bind_options(optimizer, "optimizer", ([],), options, trusted=("params",))
     scheduler = (
         _call("scheduler", config, {**SCHEDULES, **functions}, train["seed"]) if config.get("scheduler") else None
     )
     evaluation = config.get("eval", {})
+    for evaluator in data.evaluators:
+        if evaluator.subset_num_batches < 0:
+            evaluator.subset_num_batches = evaluation.get("subset_num_batches", -1)
     return Trainer(
         model=model,
         train_dataloader=data.train,
@@ -173,15 +202,16 @@ def _named(
     config: Mapping[str, Any],
     functions: Mapping[str, Callable[..., Any]],
     fallback: Callable[[str], Callable[..., Any] | None] = lambda name: None,
+    others: Sequence[str] = (),
 ) -> Callable[..., Any]:
     name = config.get(section, {}).get("name")
-    if not name:
+    if not name or not isinstance(name, str):
         raise ConfigError(f"{section}.name: missing. Name a function: start from a recipe, or set {section}.name.")
     function = functions.get(name) or fallback(name)
     if function is None:
         raise ConfigError(
-            f"{section}.name: there is no {name!r}.{did_you_mean(name, functions)} "
-            f"Known here: {', '.join(sorted(functions)) or 'nothing'}."
+            f"{section}.name: there is no {name!r}.{did_you_mean(name, [*functions, *others])} "
+            f"Known here: {', '.join(sorted([*functions, *others])) or 'nothing'}."
         )
     return function
 

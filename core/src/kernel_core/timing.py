@@ -32,7 +32,7 @@ class TimeUnit(StrEnum):
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _TIME = re.compile(rf"\s*({_NUMBER})\s*([a-z]+)\s*", re.IGNORECASE)
-_WALL_CLOCK = re.compile(r"\s*(?=\d)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\s*", re.IGNORECASE)
+_WALL_CLOCK = re.compile(r"\s*(?=[\d.])(?:(\d*\.?\d+)h)?(?:(\d*\.?\d+)m)?(?:(\d*\.?\d+)s)?\s*", re.IGNORECASE)
 _EXAMPLES = "Expected a number and a unit, such as '10ep', '500ba', '1e6tok', '0.3dur', or a wall clock '1h30m', '90s'."
 
 
@@ -79,8 +79,8 @@ class Time:
             TimeStringError: the text is not a time.
         """
         if match := _WALL_CLOCK.fullmatch(text):
-            hours, minutes, seconds = (int(part or 0) for part in match.groups())
-            return cls(hours * 3600 + minutes * 60 + seconds, TimeUnit.SECOND)
+            hours, minutes, seconds = (float(part or 0) for part in match.groups())
+            return cls(round(hours * 3600 + minutes * 60 + seconds), TimeUnit.SECOND)
         match = _TIME.fullmatch(text)
         if match is None:
             raise TimeStringError(f"time: cannot read {text!r}. {_EXAMPLES}")

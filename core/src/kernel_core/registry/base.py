@@ -21,21 +21,29 @@ class PluginType(ABCMeta):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance after checking its options; ``id=`` belongs to every plugin."""
+        return cls.make(normalize(cls.name or snake_case(cls.__name__)), *args, **kwargs)  # type: ignore[attr-defined]
+
+    def make(cls, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance called ``name``: that of its entry point, when it was asked for by name.
+
+        Raises:
+            OptionError: an option is unknown, missing, or has a value that its annotation does not allow.
+        """
         plugin_id = kwargs.pop("id", None)
-        name = normalize(cls.name or snake_case(cls.__name__))  # type: ignore[attr-defined]
         if plugin_id is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", str(plugin_id)):
             raise OptionError(f"{name}.id: got {plugin_id!r}. Expected letters, digits, '_', '-' or '.'.")
-        if cls.__init__ is object.__init__:  # type: ignore[misc]
-            bound_args, bound_kwargs, arguments = args, kwargs, {}
-            if args or kwargs:
-                given = ", ".join([*map(repr, args), *kwargs])
-                raise OptionError(f"{name}: unknown option {given}. It takes no options.")
-        else:
+        arguments: dict[str, Any] = {}
+        if cls.__init__ is not object.__init__:  # type: ignore[misc]
             bound = bind_options(cls, name, args, kwargs)
-            bound_args, bound_kwargs, arguments = bound.args, bound.kwargs, dict(bound.arguments)
-        plugin = super().__call__(*bound_args, **bound_kwargs)
+            args, kwargs, arguments = bound.args, bound.kwargs, dict(bound.arguments)
+        elif args or kwargs:
+            given = ", ".join([*map(repr, args), *kwargs])
+            raise OptionError(f"{name}: unknown option {given}. It takes no options.")
+        for taken in {"name", "id", "options"} & arguments.keys():
+            raise OptionError(f"{name}.{taken}: every plugin has an attribute of that name. Rename the option.")
+        plugin = super().__call__(*args, **kwargs)
         plugin.name = name
-        plugin.id = str(plugin_id) if plugin_id is not None else None
+        plugin.id = None if plugin_id is None else str(plugin_id)
         plugin.options = arguments
         return plugin
 

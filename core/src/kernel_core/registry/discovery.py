@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
 import importlib_metadata
 
 from kernel_core.errors import HookError, PluginLoadError, PluginNotFoundError
 from kernel_core.naming import did_you_mean, normalize
+
+if TYPE_CHECKING:
+    from kernel_core.registry.base import PluginType
 
 KINDS = (
     "algorithms",
@@ -122,12 +126,15 @@ def _entries(text: str) -> Iterable[tuple[str, str, str]]:
 
 
 def find(name: str, kinds: Sequence[str] = HOOK_KINDS, installed: Iterable[PluginInfo] | None = None) -> PluginInfo:
-    """Return the one plugin of ``kinds`` called ``name``, or ``distribution:name``.
+    """Return the one plugin of ``kinds`` called ``name``, ``distribution:name`` or ``kind/name``.
 
     Raises:
         PluginNotFoundError: there is none, or there are several.
     """
     plugins = [info for info in (installed_plugins() if installed is None else installed) if info.kind in kinds]
+    kind, slash, rest = name.partition("/")
+    if slash and kind in kinds:
+        kinds, name = (kind,), rest
     project, _, plain = name.rpartition(":")
     wanted = normalize(plain.strip())
     what = " or ".join(kind.removesuffix("s") for kind in kinds)
@@ -138,9 +145,17 @@ def find(name: str, kinds: Sequence[str] = HOOK_KINDS, installed: Iterable[Plugi
         return matches[0]
     if matches:
         owners = " and ".join(sorted({f"{info.distribution} ({info.kind})" for info in matches}))
-        choice = " or ".join(f"{info.distribution}:{info.name}" for info in matches)
+        same_owner = len({info.distribution for info in matches}) == 1
+        choice = " or ".join(
+            f"{info.kind if same_owner else info.distribution}{'/' if same_owner else ':'}{info.name}"
+            for info in matches
+        )
         raise PluginNotFoundError(f"{wanted}: {owners} both provide it. Name the one you mean: {choice}.")
     hint = did_you_mean(wanted, {info.name for info in plugins})
+    others = [info for info in (installed_plugins() if installed is None else installed) if info.name == wanted]
+    if others:
+        found = " and ".join(sorted({info.kind for info in others}))
+        raise PluginNotFoundError(f"{name}: there is no {what} of that name; it is installed among the {found}.{hint}")
     raise PluginNotFoundError(
         f"{name}: no {what} of that name is installed.{hint} "
         f"If it is published, install it: pip install kernel-plugin-{wanted.replace('_', '-')}. "
@@ -150,12 +165,16 @@ def find(name: str, kinds: Sequence[str] = HOOK_KINDS, installed: Iterable[Plugi
 
 def info_of_class(cls: type, installed: Iterable[PluginInfo] | None = None) -> PluginInfo | None:
     """Return the entry point through which ``cls`` is published, if there is one."""
-    package = cls.__module__.partition(".")[0]
     for info in installed_plugins() if installed is None else installed:
-        module, _, attribute = info.value.partition(":")
-        if module.partition(".")[0] == package and attribute == cls.__qualname__:
+        entry = importlib_metadata.EntryPoint(info.name, info.value, PREFIX + info.kind)
+        home = sys.modules.get(entry.module)
+        # the class exists, so the module that publishes it has been imported if it is that one
+        if home is not None and getattr(home, entry.attr, None) is cls:
             return info
     return None
+
+
+_NO_SOURCE = frozenset({"__pycache__", ".venv", "venv", ".git", "build", "dist", "tests", "node_modules"})
 
 
 def package_digest(distribution_name: str) -> str | None:
@@ -168,7 +187,8 @@ def package_digest(distribution_name: str) -> str | None:
     except importlib_metadata.PackageNotFoundError:
         return None
     if source := _editable_root(distribution):
-        files = sorted(path for path in (source / "src").rglob("*.py") if "__pycache__" not in path.parts)
+        root = source / "src" if (source / "src").is_dir() else source
+        files = sorted(path for path in root.rglob("*.py") if not _NO_SOURCE & set(path.relative_to(root).parts[:-1]))
         lines = [f"{path.relative_to(source).as_posix()} {_file_hash(path)}" for path in files]
     else:
         lines = sorted(
@@ -190,7 +210,7 @@ def _file_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def load_class(info: PluginInfo) -> type:
+def load_class(info: PluginInfo) -> PluginType:
     """Import a plugin that answers hooks and check that it is of its kind.
 
     Raises:
@@ -203,11 +223,11 @@ def load_class(info: PluginInfo) -> type:
         "callbacks": base.Callback,
         "loggers": base.LoggerDestination,
     }
-    loaded = info.load()
+    loaded: Any = info.load()
     expected = wanted[info.kind]
     if not (isinstance(loaded, type) and issubclass(loaded, expected)):
         raise PluginLoadError(
             f"{info.name}: {info.value} of {info.distribution} is {loaded!r}. A plugin in kernel.{info.kind} must be a "
             f"subclass of kernel_core.{expected.__name__}."
         )
-    return loaded
+    return cast("PluginType", loaded)

@@ -15,6 +15,7 @@ from kernel_core.naming import did_you_mean
 from kernel_core.registry.base import Plugin
 
 _IMPL = f"{hooks.PROJECT}_impl"
+HOOK_NAMES = frozenset(name for name, function in vars(hooks).items() if hasattr(function, "kernel_hook"))
 
 
 class HookAdder:
@@ -40,6 +41,8 @@ class HookManager(pluggy.PluginManager):
         super().__init__(hooks.PROJECT)
         self.specs: dict[str, HookSpec] = {}
         self.spec_owners: dict[str, str] = {}
+        self._added: set[int] = set()
+        self._active: dict[int, set[str] | None] = {}
         self.add_specs(hooks, "kernel")
 
     def add_specs(self, namespace: Any, owner: str) -> None:
@@ -51,6 +54,9 @@ class HookManager(pluggy.PluginManager):
             raise HookError(
                 f"{owner}: {namespace!r} defines no hook. Mark its functions with kernel_core.hooks.hookspec."
             )
+        if id(namespace) in self._added:
+            return  # a plugin that is used twice defines its hooks once
+        self._added.add(id(namespace))
         for name in found:
             if name in self.specs:
                 raise HookError(
@@ -65,10 +71,16 @@ class HookManager(pluggy.PluginManager):
         function = inspect.getattr_static(type(plugin), name, None)
         if getattr(function, _IMPL, None) is None:
             return None
-        active = plugin.active_hooks()
-        if active is not None and name not in set(active):
+        active = self._active_hooks(plugin)
+        if active is not None and name not in active:
             return None
         return super().parse_hookimpl_opts(plugin, name)
+
+    def _active_hooks(self, plugin: Plugin) -> set[str] | None:
+        if id(plugin) not in self._active:
+            active = plugin.active_hooks()
+            self._active[id(plugin)] = None if active is None else set(active)
+        return self._active[id(plugin)]
 
     def check_plugin(self, plugin: Plugin) -> None:
         """Refuse everything about the hooks of ``plugin`` that would be silent later.
@@ -85,7 +97,7 @@ class HookManager(pluggy.PluginManager):
                         f"{where}: is named like a hook but not marked, so it would never be called. Put @hookimpl above it."
                     )
                 continue
-            _check_marker(where, marker)
+            _check_marker(where, marker, function)
             if name in self.specs:
                 self._check_arguments(where, name, function)
             elif not marker["optionalhook"]:
@@ -93,10 +105,14 @@ class HookManager(pluggy.PluginManager):
                     f"{where}: there is no hook of that name.{did_you_mean(name, self.specs)} `kernel events` lists them; "
                     "if another package defines it, install that, or mark the method @hookimpl(optional=True)."
                 )
-        active = plugin.active_hooks()
+        for name in sorted(set(vars(plugin)) & set(self.specs)):
+            raise HookError(
+                f"{plugin.name}.{name}: is set on the instance, where no hook is looked for. Make it a method."
+            )
+        active = self._active_hooks(plugin)
         if active is not None:
             answered = {name for name, function in _public_functions(plugin) if hasattr(function, _IMPL)}
-            for name in sorted(set(active) - answered):
+            for name in sorted(active - answered):
                 raise HookError(
                     f"{plugin.name}.active_hooks: names {name!r}, which the plugin does not answer."
                     f"{did_you_mean(name, answered)} It answers {', '.join(sorted(answered))}."
@@ -134,11 +150,19 @@ def constraints_of(plugin: Plugin, hook: str) -> HookConstraints:
 def _public_functions(plugin: Plugin) -> Iterator[tuple[str, Any]]:
     for name in dir(type(plugin)):
         function = inspect.getattr_static(type(plugin), name)
-        if not name.startswith("_") and inspect.isfunction(function):
+        if isinstance(function, staticmethod | classmethod):
+            if name in HOOK_NAMES or hasattr(function.__func__, _IMPL):
+                raise HookError(
+                    f"{plugin.name}.{name}: a hook must be a plain method, not a {type(function).__name__}."
+                )
+        elif not name.startswith("_") and inspect.isfunction(function):
             yield name, function
 
 
-def _check_marker(where: str, marker: Any) -> None:
+def _check_marker(where: str, marker: Any, function: Any) -> None:
+    plain = inspect.unwrap(function)
+    if inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):
+        raise HookError(f"{where}: is a generator or coroutine, whose body would never run. Make it a plain method.")
     refused: Iterable[str] = [name for name in ("tryfirst", "trylast", "wrapper", "hookwrapper") if marker.get(name)]
     for name in refused:
         raise HookError(

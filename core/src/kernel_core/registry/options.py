@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import inspect
+import os
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -38,7 +42,7 @@ def bind_options(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise OptionError(_misfit(signature, owner, kwargs) or f"{owner}: {error}.") from None
+        raise OptionError(_misfit(signature, owner, len(args), kwargs) or f"{owner}: {error}.") from None
     for name, value in bound.arguments.items():
         if name in trusted or signature.parameters[name].kind in (
             inspect.Parameter.VAR_POSITIONAL,
@@ -58,8 +62,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def _misfit(signature: inspect.Signature, owner: str, kwargs: Mapping[str, Any]) -> str | None:
+def _misfit(signature: inspect.Signature, owner: str, num_args: int, kwargs: Mapping[str, Any]) -> str | None:
     parameters = signature.parameters
+    given = {*kwargs, *list(parameters)[:num_args]}
     known = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
     takes = f"It takes {', '.join(known)}." if known else "It takes no options."
     for name in kwargs:
@@ -68,7 +73,7 @@ def _misfit(signature: inspect.Signature, owner: str, kwargs: Mapping[str, Any])
     for name, parameter in parameters.items():
         if (
             parameter.default is parameter.empty
-            and name not in kwargs
+            and name not in given
             and parameter.kind
             not in (
                 parameter.VAR_POSITIONAL,
@@ -109,6 +114,8 @@ def _adapter(function: Callable[..., Any], name: str) -> Any:
     import pydantic  # 30 ms; wanted only once there is an option to check
 
     annotation = _annotations(function).get(name, Any)
+    if typing.get_origin(annotation) in (Iterable, Iterator, Generator):
+        annotation = Any  # pydantic would hand on an iterator that can be read once
     try:
         return pydantic.TypeAdapter(annotation, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
     except pydantic.errors.PydanticUserError:
@@ -129,8 +136,9 @@ def _validate(function: Callable[..., Any], owner: str, name: str, value: Any) -
         raise OptionError(
             f"{owner}.{name}{where}: got {value!r}, expected {_describe(annotation)}. {problem['msg']}."
         ) from None
-    # pydantic would read '3' and True as numbers; as an option they are a slip of the pen
-    if type(result) in (int, float) and isinstance(value, bool | str):
+    # pydantic would read '3' and True as numbers and 'no' and 1 as truth; as an option they are a slip of the pen
+    converted = type(result) in (bool, int, float) and type(result) is not type(value)
+    if converted and (isinstance(value, bool | str) or isinstance(result, bool)):
         raise OptionError(f"{owner}.{name}: got {value!r}, expected {_describe(annotation)}.")
     return result
 
@@ -141,7 +149,7 @@ def to_json(value: Any) -> Any:
     What JSON cannot hold is stored by its qualified name and marked: ``{"$object": "torch.nn.modules.linear.Linear"}``.
     Its value is then not part of the lock.
     """
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, float):
         return value if value == value and abs(value) != float("inf") else {"$float": str(value)}
@@ -151,8 +159,14 @@ def to_json(value: Any) -> Any:
         return sorted((to_json(item) for item in value), key=repr)
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
     if hasattr(value, "to_timestring"):
         return value.to_timestring()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, os.PathLike | timedelta) or (type(value).__module__ == "torch" and not callable(value)):
+        return str(value)  # paths, times, and torch's dtypes, devices and layouts
     named = value if hasattr(value, "__qualname__") else type(value)
     return {"$object": f"{named.__module__}.{named.__qualname__}"}
 

@@ -146,9 +146,9 @@ def order_hook(
 
 def _matches(target: str, node: Node, nodes: Iterable[Node]) -> list[Node]:
     if target.startswith(ROLE):
-        role = target.removeprefix(ROLE)
+        role = normalize(target.removeprefix(ROLE))
         return [other for other in nodes if other.id != node.id and role in other.roles]
-    name = normalize(target)
+    name = normalize(target.rpartition(":")[2])  # the distribution that provides it is no part of the order
     return [other for other in nodes if other.id != node.id and name in (other.name, normalize(other.id))]
 
 

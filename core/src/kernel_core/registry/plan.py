@@ -14,7 +14,7 @@ from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
-from kernel_core.errors import HookError, OptionError, PluginLoadError
+from kernel_core.errors import HookError, OptionError, PluginLoadError, PluginNotFoundError
 from kernel_core.hooks import BANDS, HOOK_API, HookSpec
 from kernel_core.naming import normalize
 from kernel_core.registry.base import Plugin
@@ -32,6 +32,7 @@ from kernel_core.registry.ordering import Edge, Node, Ordering, order_hook, orde
 
 __all__ = ["ActivePlugin", "HookAdder", "Plan", "PlannedCall", "PluginRequest", "build_plan", "resolve"]
 
+Guard = Callable[["PlannedCall", str, Callable[[], Any]], Callable[[], Any]]
 PluginRequest = str | tuple[str, Mapping[str, Any]] | Plugin
 
 
@@ -110,16 +111,23 @@ class Plan:
         """Return the calls of one plugin at ``hook``."""
         return tuple(call for call in self.calls(hook) if call.plugin == plugin_id)
 
-    def bind(self, **arguments: Any) -> SimpleNamespace:
+    def bind(self, guard: Guard, **arguments: Any) -> SimpleNamespace:
         """Compile: an attribute for each hook, a tuple of calls without arguments.
 
         A hook whose answers need arguments that are not given here is left out.
+
+        Args:
+            guard: May put something around a call.
+            arguments: What hooks pass, by name.
         """
         bound = SimpleNamespace()
         for hook in self.specs:
             calls = self.events.get(hook, ())
             if all(set(call.arguments) <= set(arguments) for call in calls):
-                compiled = [partial(call.function, *[arguments[name] for name in call.arguments]) for call in calls]
+                compiled = [
+                    guard(call, hook, partial(call.function, *[arguments[name] for name in call.arguments]))
+                    for call in calls
+                ]
                 setattr(bound, hook, tuple(compiled))
         return bound
 
@@ -128,8 +136,17 @@ class Plan:
         return next(active for active in self.plugins if active.id == plugin_id)
 
     def id_of(self, plugin: Plugin) -> str:
-        """Return the id under which ``plugin`` is active."""
-        return next(active.id for active in self.plugins if active.plugin is plugin)
+        """Return the id under which ``plugin`` is active.
+
+        Raises:
+            PluginNotFoundError: it is not part of this run.
+        """
+        for active in self.plugins:
+            if active.plugin is plugin:
+                return active.id
+        raise PluginNotFoundError(
+            f"{plugin.name}: is not one of this run's plugins. Pass one that the trainer was given."
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -214,14 +231,16 @@ def _instance(request: PluginRequest, kinds: Sequence[str]) -> tuple[Plugin, Plu
         return request, info
     name, options = (request, {}) if isinstance(request, str) else _pair(request)
     info = find(name, kinds)
-    plugin: Plugin = load_class(info)(**options)
-    plugin.name = info.name
+    plugin: Plugin = load_class(info).make(info.name, **options)
     return plugin, info
 
 
 def _pair(request: Any) -> tuple[str, Mapping[str, Any]]:
     if isinstance(request, tuple | list) and len(request) == 2 and isinstance(request[0], str):
-        return request[0], dict(request[1] or {})
+        name, options = request
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(f"{name}: got {options!r}. Expected its options as a mapping of name to value.")
+        return name, dict(options or {})
     hint = f" Make an instance: {request.__name__}(...)." if isinstance(request, type) else ""
     raise PluginLoadError(
         f"plugins: got {request!r}. Expected a name, (name, options), or an instance of Algorithm, Callback or "
@@ -267,12 +286,15 @@ def _node(one: ActivePlugin, position: int) -> Node:
     def words(value: Iterable[str]) -> frozenset[str]:
         return frozenset({value} if isinstance(value, str) else value)
 
+    def roles(value: Iterable[str]) -> frozenset[str]:
+        return frozenset(normalize(role) for role in words(value))
+
     return Node(
         one.id,
         normalize(plugin.name),
         plugin.kind,
         position,
-        words(plugin.roles),
+        roles(plugin.roles),
         words(plugin.before),
         words(plugin.after),
         words(plugin.conflicts),

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -30,7 +30,7 @@ from kernel_core.optim import (
 from kernel_core.registry.base import LoggerDestination, Plugin
 from kernel_core.registry.discovery import find, installed_plugins
 from kernel_core.registry.options import bind_options
-from kernel_core.registry.plan import ActivePlugin, Plan, PluginRequest, build_plan, invoke, resolve
+from kernel_core.registry.plan import ActivePlugin, Plan, PlannedCall, PluginRequest, build_plan, invoke, resolve
 from kernel_core.schedules import check_schedulers
 from kernel_core.surgery import StructureWatch, SurgeryReport, changed_paths, fingerprint, perform_surgery
 from kernel_core.timing import Time, TimeUnit
@@ -139,7 +139,7 @@ class Trainer:
         self.surgery_report = self.state.surgery_report = SurgeryReport()
         destinations = [one.plugin for one in self.plan.plugins if isinstance(one.plugin, LoggerDestination)]
         self.logger = Logger(destinations, self.state.progress)
-        self._hooks = self.plan.bind(state=self.state, logger=self.logger)
+        self._hooks = self.plan.bind(self._guard, state=self.state, logger=self.logger)
         self._closed = False
         self._fitting = False
         self._begun: set[str] = set()  # plugins that had their init, so that only they are closed
@@ -149,6 +149,7 @@ class Trainer:
         self._eval_interval = Time.from_input(eval_interval, TimeUnit.EPOCH)
         self.state.max_duration = max_duration  # type: ignore[assignment]
         self.state.iteration_length = iteration_length
+        self._check_iterations()
         self.state.device_train_microbatch_size = device_train_microbatch_size
         self.state.schedulers = tuple(_as_list(schedulers))
         self.state.evaluators = as_evaluators(eval_dataloader, eval_subset_num_batches)
@@ -200,6 +201,9 @@ class Trainer:
                 bound()
         self._watch = StructureWatch(state.model, self.surgery_report, self._strict)
         seed_all(state.seed)  # what plugins drew while they started must not shift what training draws
+
+    def _guard(self, call: PlannedCall, hook: str, bound: Callable[[], Any]) -> Callable[[], Any]:
+        return self.logger.guard(self.plan.by_id(call.plugin).plugin, hook, bound)
 
     def _init_plugins(self) -> None:
         before = fingerprint(self.state.model)
@@ -276,10 +280,7 @@ class Trainer:
             state.max_duration = Time(state.progress.value(more.unit) // 1, more.unit) + more
         if state.max_duration is None:
             raise TrainerError("fit: no max_duration. Give one to Trainer, or fit(duration=...).")
-        if state.max_duration.unit is TimeUnit.ITERATION and state.iteration_length is None:
-            raise TrainerError(
-                f"fit: max_duration={state.max_duration} counts iterations. Give Trainer iteration_length=<epochs>."
-            )
+        self._check_iterations()
         state.resume_training()
         if state.stopped:
             log.warning("fit: max_duration=%s is reached already; nothing is trained.", state.max_duration)
@@ -292,6 +293,11 @@ class Trainer:
         by_batch = bool(self._step_schedulers_every_batch)
         self._fitting = True
         return training_steps(state, self._hooks, self.logger, self._data, evaluations, self._watch, by_batch)
+
+    def _check_iterations(self) -> None:
+        limit = self.state.max_duration
+        if limit is not None and limit.unit is TimeUnit.ITERATION and self.state.iteration_length is None:
+            raise TrainerError(f"max_duration: {limit} counts iterations. Give Trainer iteration_length=<epochs>.")
 
     def _refuse_closed(self, what: str) -> None:
         if self._closed:

@@ -101,9 +101,11 @@ class FileLogger(LoggerDestination):
         """Write what is waiting (one device sync for each tensor in it)."""
         if self._file is None or not self._waiting:
             return
-        waiting, self._waiting = self._waiting, []
-        self._file.writelines(json.dumps(jsonable(record), allow_nan=False) + "\n" for record in waiting)
+        # records go only when they are written: a disk that is full now may not be full later
+        text = "".join(json.dumps(jsonable(record), allow_nan=False) + "\n" for record in self._waiting)
+        self._file.write(text)
         self._file.flush()
+        self._waiting.clear()
 
     @hookimpl
     def epoch_end(self) -> None:
