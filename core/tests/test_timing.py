@@ -23,6 +23,8 @@ from kernel_core.timing import Progress, Time, Timestamp, TimeUnit
         ("1h30m15s", 5_415, "sec"),
         ("2h5s", 7_205, "sec"),
         ("100H", 360_000, "sec"),
+        ("1.5h", 5_400, "sec"),
+        (".5m", 30, "sec"),
     ],
 )
 def test_a_time_string_is_read(text: str, value: float, unit: str) -> None:
@@ -68,7 +70,9 @@ def test_comparison_and_hash_agree() -> None:
     assert Time(3, "ba") >= 3
     assert Time(3, "ba") != Time(3, "ep")
     assert Time(3, "ba") == "3ba"
-    assert Time(3, "ba") != 3
+    assert Time(3, "ba") == 3 == Time(3, "ep")
+    assert hash(Time(3, "ba")) == hash(3)
+    assert Time(1, "ba") != True  # noqa: E712
     assert len({Time(3, "ba"), Time(3, "ba"), Time(3, "ep")}) == 2
     with pytest.raises(TimeStringError, match="cannot compare"):
         assert Time(3, "ba") < Time(3, "ep")
@@ -109,3 +113,20 @@ def test_progress_counts_and_timestamp_is_its_picture() -> None:
     assert restored.timestamp() == after
     with pytest.raises(TimeStringError, match="no 'dur'"):
         after.get("dur")
+
+
+def test_a_timestamp_reads_as_composer_s_callbacks_read_it() -> None:
+    timestamp = Timestamp(batch=7, epoch=1, batch_in_epoch=2, total_wct=90.5)
+    assert timestamp.batch.value == 7
+    assert int(timestamp.batch) % 5 == 2
+    assert timestamp.batch_in_epoch == Time(2, "ba")
+    assert timestamp.total_wct == timedelta(seconds=90.5)
+    assert timestamp < Time(8, "ba")
+    assert timestamp >= "1ep"
+    assert not timestamp > "90s"
+    assert {timestamp: 1}[Timestamp(batch=7, epoch=1, batch_in_epoch=2, total_wct=90.5)] == 1
+    assert repr(timestamp) == "Timestamp(epoch=1, batch=7, batch_in_epoch=2, total_wct=90.5)"
+    with pytest.raises(AttributeError, match="does not change"):
+        timestamp.batch = 3  # type: ignore[misc, assignment]
+    with pytest.raises(TypeError, match="no field 'batches'"):
+        Timestamp(batches=3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from operator import attrgetter
@@ -40,8 +40,8 @@ _EXAMPLES = "Expected a number and a unit, such as '10ep', '500ba', '1e6tok', '0
 class Time:
     """A number of epochs, batches, samples, tokens, iterations, seconds, or a share of the whole run.
 
-    Arithmetic and order need equal units; a plain number takes the unit of the other side. ``==`` between unlike
-    units is False. Values are whole numbers for every unit but ``dur``.
+    Arithmetic and order need equal units; a plain number takes the unit of the other side, in ``==`` too. ``==`` between
+    unlike units is False. Values are whole numbers for every unit but ``dur``.
 
     >>> Time(3, "ep") + 2 == Time.from_timestring("5ep")
     True
@@ -157,10 +157,12 @@ class Time:
                 return False
         if isinstance(other, Time):
             return self.unit is other.unit and self.value == other.value
+        if isinstance(other, int | float) and not isinstance(other, bool):
+            return self.value == other
         return NotImplemented
 
     def __hash__(self) -> int:
-        return hash((self.value, self.unit))
+        return hash(self.value)  # as the number it is equal to
 
     def __lt__(self, other: Time | str | int | float) -> bool:
         return self.value < self._other(other, "compare")
@@ -191,37 +193,22 @@ def _rounded(value: float, unit: TimeUnit) -> Time:
     return Time(value if unit is TimeUnit.DURATION else int(value), unit)
 
 
-@dataclass(frozen=True, slots=True)
-class Timestamp:
-    """How far a run has come, at one instant. Counts are of finished work; ``*_wct`` are seconds of wall clock."""
-
-    iteration: int = 0
-    epoch: int = 0
-    batch: int = 0
-    sample: int = 0
-    token: int = 0
-    epoch_in_iteration: int = 0
-    token_in_iteration: int = 0
-    batch_in_epoch: int = 0
-    sample_in_epoch: int = 0
-    token_in_epoch: int = 0
-    total_wct: float = 0.0
-    iteration_wct: float = 0.0
-    epoch_wct: float = 0.0
-    batch_wct: float = 0.0
-
-    def get(self, unit: TimeUnit | str) -> Time:
-        """Return the total in ``unit``; seconds are whole.
-
-        Raises:
-            TimeStringError: ``dur``, which needs to know where the run ends (``State.get_elapsed_duration``).
-        """
-        unit = TimeUnit(unit)
-        if unit is TimeUnit.DURATION:
-            raise TimeStringError("time: a timestamp has no 'dur'. Ask state.get_elapsed_duration().")
-        return Time(int(getattr(self, _COUNTER[unit])), unit)
-
-
+_FIELDS = (
+    "iteration",
+    "epoch",
+    "batch",
+    "sample",
+    "token",
+    "epoch_in_iteration",
+    "token_in_iteration",
+    "batch_in_epoch",
+    "sample_in_epoch",
+    "token_in_epoch",
+    "total_wct",
+    "iteration_wct",
+    "epoch_wct",
+    "batch_wct",
+)
 _COUNTER = {
     TimeUnit.ITERATION: "iteration",
     TimeUnit.EPOCH: "epoch",
@@ -232,12 +219,112 @@ _COUNTER = {
 }
 
 
-def reader(unit: TimeUnit) -> Callable[[Any], float]:
-    """Return the function that reads the total in ``unit`` off a ``Progress`` or ``Timestamp``."""
+_read_all = attrgetter(*_FIELDS)
+
+
+class _Count:
+    """A field of ``Timestamp`` that is read as a ``Time`` (built when read: 0.1 µs)."""
+
+    def __init__(self, unit: TimeUnit) -> None:
+        self._unit = unit
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._index = _FIELDS.index(name)
+
+    def __get__(self, timestamp: Timestamp, owner: type) -> Time:
+        return Time(timestamp.counts[self._index], self._unit)
+
+
+class _WallClock(_Count):
+    """A field of ``Timestamp`` that is read as a ``timedelta``."""
+
+    def __init__(self) -> None:
+        super().__init__(TimeUnit.SECOND)
+
+    def __get__(self, timestamp: Timestamp, owner: type) -> timedelta:  # type: ignore[override]
+        return timedelta(seconds=timestamp.counts[self._index])
+
+
+class Timestamp:
+    """How far a run has come, at one instant. Counts are of finished work and read as ``Time``, clocks as ``timedelta``.
+
+    Attributes:
+        counts: The plain numbers, in the order of the fields; clocks in seconds.
+
+    Example:
+        >>> Timestamp(batch=3).batch == "3ba" and Timestamp(batch=3).batch == 3
+        True
+    """
+
+    __slots__ = ("counts",)
+
+    iteration = _Count(TimeUnit.ITERATION)
+    epoch = _Count(TimeUnit.EPOCH)
+    batch = _Count(TimeUnit.BATCH)
+    sample = _Count(TimeUnit.SAMPLE)
+    token = _Count(TimeUnit.TOKEN)
+    epoch_in_iteration = _Count(TimeUnit.EPOCH)
+    token_in_iteration = _Count(TimeUnit.TOKEN)
+    batch_in_epoch = _Count(TimeUnit.BATCH)
+    sample_in_epoch = _Count(TimeUnit.SAMPLE)
+    token_in_epoch = _Count(TimeUnit.TOKEN)
+    total_wct = _WallClock()
+    iteration_wct = _WallClock()
+    epoch_wct = _WallClock()
+    batch_wct = _WallClock()
+
+    counts: tuple[Any, ...]
+
+    def __init__(self, **fields: int | float) -> None:
+        unknown = sorted(set(fields) - set(_FIELDS))
+        if unknown:
+            raise TypeError(f"Timestamp has no field {unknown[0]!r}. It has {', '.join(_FIELDS)}.")
+        object.__setattr__(self, "counts", tuple(fields.get(name, 0) for name in _FIELDS))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a timestamp does not change")
+
+    def get(self, unit: TimeUnit | str) -> Time:
+        """Return the total in ``unit``; seconds are whole.
+
+        Raises:
+            TimeStringError: ``dur``, which needs to know where the run ends (``State.get_elapsed_duration``).
+        """
+        unit = TimeUnit(unit)
+        if unit is TimeUnit.DURATION:
+            raise TimeStringError("time: a timestamp has no 'dur'. Ask state.get_elapsed_duration().")
+        return Time(int(self.counts[_FIELDS.index(_COUNTER[unit])]), unit)
+
+    def __eq__(self, other: object) -> bool:
+        return self.counts == other.counts if isinstance(other, Timestamp) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.counts)
+
+    def __lt__(self, time: Time | str) -> bool:
+        time = Time.from_input(time)
+        return self.get(time.unit) < time
+
+    def __le__(self, time: Time | str) -> bool:
+        time = Time.from_input(time)
+        return self.get(time.unit) <= time
+
+    def __gt__(self, time: Time | str) -> bool:
+        time = Time.from_input(time)
+        return self.get(time.unit) > time
+
+    def __ge__(self, time: Time | str) -> bool:
+        time = Time.from_input(time)
+        return self.get(time.unit) >= time
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value}" for name, value in zip(_FIELDS, self.counts, strict=True) if value)
+        return f"Timestamp({shown})"
+
+
+def reader(unit: TimeUnit) -> Callable[[Progress], float]:
+    """Return the function that reads the total in ``unit`` off a ``Progress``."""
     return attrgetter(_COUNTER[unit])
-
-
-_FIELDS = tuple(field.name for field in fields(Timestamp))
 
 
 class Progress:
@@ -265,8 +352,8 @@ class Progress:
 
     def restore(self, timestamp: Timestamp) -> None:
         """Set every counter to that of ``timestamp``."""
-        for name in _FIELDS:
-            setattr(self, name, getattr(timestamp, name))
+        for name, count in zip(_FIELDS, timestamp.counts, strict=True):
+            setattr(self, name, count)
 
     def value(self, unit: TimeUnit) -> int | float:
         """Return the total in ``unit``; seconds with their fraction."""
@@ -274,7 +361,9 @@ class Progress:
 
     def timestamp(self) -> Timestamp:
         """Return the immutable picture of now (about 1 µs: built when read, not each batch)."""
-        return Timestamp(*[getattr(self, name) for name in _FIELDS])
+        timestamp = Timestamp.__new__(Timestamp)
+        object.__setattr__(timestamp, "counts", _read_all(self))
+        return timestamp
 
     def finish_batch(self, num_samples: int, num_tokens: int, duration_s: float) -> None:
         """Count one trained batch of ``num_samples`` rows that took ``duration_s`` seconds."""

@@ -40,6 +40,7 @@ class State:
         train_metrics, eval_metrics: Metric objects by name, and by evaluator label and name.
         train_metric_values, eval_metric_values: What they last computed: name, or ``label/name``, to number or tensor.
         evaluators: The evaluators of the run.
+        progress: The counters behind ``timestamp`` as plain numbers, for what reads them every batch.
         max_duration: When training ends.
         iteration_length: Epochs in an iteration; None makes the whole run one.
         device_train_microbatch_size: Rows in a microbatch; None for the whole batch.
