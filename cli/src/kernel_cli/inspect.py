@@ -82,7 +82,7 @@ def show_plan(
     """Resolve and order the plugins of a run without building its model."""
     from kernel_core.recipe import plugin_requests
     from kernel_core.registry.plan import build_plan, resolve
-    from kernel_core.train.trainer import with_defaults
+    from kernel_core.train.arguments import with_defaults
 
     from kernel_cli.config import apply_arguments, load_source
 

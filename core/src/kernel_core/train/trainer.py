@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -14,9 +13,8 @@ from typing import Any, Self
 import torch
 
 from kernel_core.data.spec import DataSpec
-from kernel_core.device import resolve_device
 from kernel_core.engine import Engine
-from kernel_core.errors import OptimizerError, OptionError, PluginLoadError, SurgeryError, TrainerError
+from kernel_core.errors import OptimizerError, SurgeryError, TrainerError
 from kernel_core.logger import Logger
 from kernel_core.models import TrainableModel
 from kernel_core.optim import (
@@ -27,14 +25,22 @@ from kernel_core.optim import (
     check_reevaluation,
     is_optimizer,
 )
-from kernel_core.registry.base import LoggerDestination, Plugin
-from kernel_core.registry.discovery import find, installed_plugins
-from kernel_core.registry.options import bind_options
-from kernel_core.registry.plan import ActivePlugin, Plan, PlannedCall, PluginRequest, build_plan, invoke, resolve
+from kernel_core.registry.base import LoggerDestination
+from kernel_core.registry.plan import Plan, PlannedCall, build_plan, invoke
 from kernel_core.schedules import check_schedulers
 from kernel_core.surgery import StructureWatch, SurgeryReport, changed_paths, fingerprint, perform_surgery
 from kernel_core.timing import Time, TimeUnit
-from kernel_core.train.composer_keywords import KEYWORDS
+from kernel_core.train.arguments import (
+    Plugins,
+    as_list,
+    check_positive,
+    check_run_name,
+    device_of,
+    place,
+    resolve_all,
+    resolve_engine,
+    with_defaults,
+)
 from kernel_core.train.evaluation import Evaluations, Evaluator, as_evaluators, check_subset, evaluate, predict
 from kernel_core.train.failure import annotate, call_all, raise_all
 from kernel_core.train.loop import training_steps
@@ -42,7 +48,6 @@ from kernel_core.train.randomness import seed_all
 from kernel_core.train.state import State
 
 log = logging.getLogger(__name__)
-Plugins = PluginRequest | Sequence[PluginRequest] | Mapping[str, Mapping[str, Any]] | None
 
 
 class Trainer:
@@ -118,19 +123,19 @@ class Trainer:
                 f"model: got a {type(model).__name__}. Expected a TrainableModel, with forward(batch) and "
                 "loss(outputs, batch); Classifier(module) wraps a plain classifier."
             )
-        _check_positive("device_train_microbatch_size", device_train_microbatch_size)
-        _check_positive("iteration_length", iteration_length)
-        _check_run_name(run_name)
+        check_positive("device_train_microbatch_size", device_train_microbatch_size)
+        check_positive("iteration_length", iteration_length)
+        check_run_name(run_name)
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise TrainerError(f"seed: got {seed!r}. Expected a whole number, or None.")
         seed = secrets.randbelow(2**31) if seed is None else seed
         seed_all(seed)
-        asked = _resolve_all(plugins, algorithms, callbacks, loggers)
+        asked = resolve_all(plugins, algorithms, callbacks, loggers)
         keywords = [name for name, wanted in {"progress_bar": progress_bar}.items() if wanted]
         self.plan: Plan = build_plan(with_defaults(asked, keywords))
         self.state = State(
-            _place(model, device),
-            device=_device_of(model, device),
+            place(model, device),
+            device=device_of(model, device),
             seed=seed,
             run_name=run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
             engine=resolve_engine(parallelism),
@@ -151,7 +156,7 @@ class Trainer:
         self.state.iteration_length = iteration_length
         self._check_iterations()
         self.state.device_train_microbatch_size = device_train_microbatch_size
-        self.state.schedulers = tuple(_as_list(schedulers))
+        self.state.schedulers = tuple(as_list(schedulers))
         self.state.evaluators = as_evaluators(eval_dataloader, eval_subset_num_batches)
         self._data: DataSpec | None = None
         if train_dataloader is not None:
@@ -159,7 +164,7 @@ class Trainer:
         for evaluator in self.state.evaluators:
             evaluator.select(model.get_metrics(is_train=False))
         try:
-            self._start(_as_list(optimizers))
+            self._start(as_list(optimizers))
         except BaseException as error:
             self._fail(error)
             raise
@@ -387,105 +392,3 @@ class Trainer:
         else:
             for later in self._close():
                 error.add_note(f"closing the trainer failed too: {type(later).__name__}: {later}")
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _requests(value: Plugins) -> list[PluginRequest]:
-    if value is None:
-        return []
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if not isinstance(value, Iterable) and not isinstance(value, Plugin):
-        return [value]  # resolve says what is wrong with it
-    is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
-    return [value] if isinstance(value, str | Plugin) or is_pair else list(value)  # type: ignore[list-item, arg-type]
-
-
-def _resolve_all(plugins: Plugins, algorithms: Plugins, callbacks: Plugins, loggers: Plugins) -> list[ActivePlugin]:
-    active = resolve(_requests(plugins))
-    for kind, given in (("algorithms", algorithms), ("callbacks", callbacks), ("loggers", loggers)):
-        requests = _requests(given)
-        for request in requests:
-            if isinstance(request, Plugin) and request.kind != kind:
-                raise PluginLoadError(
-                    f"{kind}: {request.name} is one of the {request.kind}. Give it as {request.kind}= or as plugins=."
-                )
-        active = resolve(requests, (kind,), active)
-    return active
-
-
-def with_defaults(active: list[ActivePlugin], keywords: Iterable[str]) -> list[ActivePlugin]:
-    """Add the plugins that keywords stand for, unless they are there already or not installed."""
-    names = {one.plugin.name for one in active}
-    installed = {(info.kind, info.name) for info in installed_plugins()}
-    wanted = [KEYWORDS[keyword] for keyword in keywords]
-    extra = [key.plugin for key in wanted if key.plugin not in names and (key.kind, key.plugin) in installed]
-    return resolve(extra, active=active)
-
-
-def resolve_engine(parallelism: str | Mapping[str, Mapping[str, Any]] | Engine) -> Engine:
-    """Return the engine for a name, ``{name: options}`` or an instance.
-
-    Raises:
-        TrainerError: several are named.
-        PluginLoadError: the entry point is not an engine.
-        OptionError: an option does not fit.
-    """
-    if isinstance(parallelism, Engine):
-        return parallelism
-    named = {parallelism: {}} if isinstance(parallelism, str) else dict(parallelism)
-    if len(named) != 1:
-        raise TrainerError(f"parallelism: got {sorted(named)}. Expected one engine.")
-    ((name, options),) = named.items()
-    info = find(name, ("parallelism",))
-    engine_class = info.load()
-    if not (isinstance(engine_class, type) and issubclass(engine_class, Engine)):
-        raise PluginLoadError(f"{info.name}: {info.value} of {info.distribution} is no kernel_core.Engine.")
-    if engine_class.__init__ is object.__init__:
-        if options:
-            raise OptionError(f"{info.name}.{min(options)}: unknown option. It takes no options.")
-        return engine_class()
-    bound = bind_options(engine_class, info.name, (), options or {})
-    return engine_class(*bound.args, **bound.kwargs)
-
-
-def _devices(model: torch.nn.Module) -> set[torch.device]:
-    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-
-
-def _device_of(model: torch.nn.Module, device: str | torch.device | None) -> torch.device:
-    """Return where batches go: the device asked for, or that of the first parameter of a model spread over several."""
-    devices = _devices(model)
-    if device is None and len(devices) > 1:
-        return next(tensor.device for tensor in model.parameters())
-    return resolve_device(device)
-
-
-def _place(model: TrainableModel, device: str | torch.device | None) -> TrainableModel:
-    """Move the model to the run's device; one that is spread over several devices, or on meta, stays where it is."""
-    devices = _devices(model)
-    if len(devices) > 1 or any(where.type == "meta" for where in devices):
-        if device is not None and len(devices) > 1:
-            raise TrainerError(
-                f"device: {str(device)!r} was asked for, and the model is spread over "
-                f"{', '.join(sorted(map(str, devices)))}. Leave device out to keep it so, or move the model to one device."
-            )
-        return model
-    return model.to(resolve_device(device))
-
-
-def _check_run_name(run_name: str | None) -> None:
-    if run_name is not None and not (isinstance(run_name, str) and re.fullmatch(r"[^./\\\s][^/\\]*", run_name)):
-        raise TrainerError(
-            f"run_name: got {run_name!r}. Expected a name for a folder: no slash, no dot or blank at the start."
-        )
-
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise TrainerError(f"{name}: got {value!r}. Expected a whole number of at least 1, or None.")
