@@ -30,7 +30,9 @@ def requirements(folders: list[Path]) -> list[str]:
     wanted = {
         requirement
         for project in projects
-        for requirement in project["project"].get("dependencies", [])
+        for part in ([project["project"].get("dependencies", [])], project["project"].get("optional-dependencies", {}).values())
+        for requirements in part
+        for requirement in requirements
         if requirement.split(">")[0].split("=")[0].strip() not in own
     }
     return sorted(wanted | set(projects[0]["dependency-groups"]["dev"]))

@@ -120,6 +120,17 @@ def kernel_addhooks(hooks: HookAdder) -> None:
     """Fires first of all. Call ``hooks.add(module)`` to define hooks of your own, marked with ``hookspec``."""
 
 
+@hookspec()
+def instrument(part: str, call: Callable[..., Any]) -> Callable[..., Any] | None:  # type: ignore[empty-body]
+    """Return a function to be called instead of ``call``, to time or trace that part of the loop; None leaves it alone.
+
+    Fires once for each part when the loop is put together, never in a batch, so that what nobody looks at costs nothing.
+    ``part`` is ``<plugin>.<hook>`` for a plugin's answer to a hook, or a phase: ``data`` (the next batch), ``forward``,
+    ``loss``, ``backward``, ``step`` (the optimizers, with all that they evaluate inside), ``evaluation``. The function
+    must pass arguments, result and exceptions on unchanged.
+    """
+
+
 @hookspec(bands=("loggers", "callbacks", "algorithms"))
 def init(state: State, logger: Logger) -> None:
     """Fires once, at the start of ``Trainer``: loggers first, so that they can take what the others log.

@@ -163,7 +163,7 @@ def build_trainer(config: Mapping[str, Any], functions: Mapping[str, Callable[..
     Raises:
         KernelError: whatever in the document cannot be used.
     """
-    from kernel_core.optim import optimizer_by_name, optimizer_names
+    from kernel_core.optim.parameter_groups import optimizer_by_name, optimizer_names
     from kernel_core.schedules import SCHEDULES
     from kernel_core.train.randomness import seed_all
     from kernel_core.train.trainer import Trainer

@@ -84,6 +84,16 @@ class Plugin(metaclass=PluginType):
         Runs before anything starts: the model is there and unchanged, ``state.engine`` and ``state.precision`` are known.
         """
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must be restored for a resumed run to go on as if it had not stopped: plain data and tensors.
+
+        Asked between batches only. What depends on the options alone does not belong here.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` returned, between ``before_load`` and ``after_load``."""
+
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{type(self).__name__}({arguments})"

@@ -162,6 +162,10 @@ class State:
             return Time(done / limit.value, TimeUnit.DURATION)
         return Time(float(self.progress.value(limit.unit)) / limit.value, TimeUnit.DURATION)
 
+    def compute_outputs(self, batch: Any) -> Any:
+        """Return the model's outputs for ``batch``, in the precision of the run: the one place of a training forward pass."""
+        return self.model(batch)
+
     def compute_loss(self, batch: Any) -> Tensor:
         """Return the model's loss of ``outputs`` for ``batch``: the one place where a training loss is computed."""
         return self.model.loss(self.outputs, batch)  # type: ignore[no-any-return]

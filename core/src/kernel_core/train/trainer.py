@@ -17,7 +17,7 @@ from kernel_core.engine import Engine
 from kernel_core.errors import OptimizerError, SurgeryError, TrainerError
 from kernel_core.logger import Logger
 from kernel_core.models import TrainableModel
-from kernel_core.optim import (
+from kernel_core.optim.parameter_groups import (
     OptimizerRequest,
     ParameterGroups,
     build_optimizers,
