@@ -30,8 +30,12 @@ check: env
 docs: env
 	$(RUN) tools/docs.py
 
-bench: env
-	$(RUN) bench/step_overhead.py
+# the comparisons have an environment of their own, .venv-bench
+bench:
+	@$(PYTHON) bench/setup_peers.py
+	.venv-bench/bin/python bench/step_overhead.py
+	.venv-bench/bin/python bench/gpt2_step.py
+	.venv-bench/bin/python bench/startup.py
 
 wheels: env
 	$(RUN) tools/wheels.py dist

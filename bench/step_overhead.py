@@ -1,26 +1,36 @@
-"""What the kernel adds to a step, against a hand-written loop in the same process.
+"""What a framework adds to a training step, against a hand-written loop in the same process.
 
-    python bench/step_overhead.py [--pairs 9] [--json]
+    make bench                                                  # sets up .venv-bench and runs every benchmark
+    .venv-bench/bin/python bench/step_overhead.py               # 9 pairs
+    .venv-bench/bin/python bench/step_overhead.py --systems kernel,ignite --pairs 15 --terminal
 
-Two workloads: a stub step without arithmetic (µs added per step), and an MLP 64-64-10 with batch 32 and SGD for 2000
-steps (ratio; final weights must be bit-equal). Each with 0, 5 and 20 plugins that answer no per-batch event, the MLP also
-with 5 that answer four each. Kernel and loop are run alternately; medians over the pairs, in wall and CPU time.
+On one thread, alternated with the loop:
+
+* the kernel on a stub step without arithmetic, with no plugin, with 20 that answer no per-batch event ("idle") and with 5
+  that answer four each ("busy");
+* every system on an MLP 64-64-10 (batches of 32, SGD, 2000 steps), bare, and the kernel with those plugins too;
+* the same with progress bar, file logger and the loss logged, as each has them by default, the output going nowhere or,
+  with ``--terminal``, to a terminal that nobody sees. Away from a terminal the kernel's bar is a line every 5 seconds, while
+  the others draw theirs all the same.
+
+The loop never logs. The clock starts at the tenth batch and stops when the run has ended. All weights must end bit-equal
+to the loop's.
 """
 
 import argparse
 import gc
 import json
-import statistics
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from kernel_core import Callback, TrainableModel, Trainer, hookimpl
-from torch import nn
+from systems import RAW, Figure, Fit, Taken, added, alternate, chosen, compare, kernel, mlp_task, versions
 
 STEPS = 2000
+PLUGINS = {"no plugin": (0, 0), "20 idle plugins": (20, 0), "5 busy plugins": (0, 5)}  # number of idle, of busy
 
 
 class Idle(Callback):
@@ -45,6 +55,10 @@ class Busy(Callback):
     @hookimpl
     def batch_end(self) -> None:
         pass
+
+
+def plugins(idle: int, busy: int) -> list[Callback]:
+    return [Idle(id=f"idle_{n}") for n in range(idle)] + [Busy(id=f"busy_{n}") for n in range(busy)]
 
 
 class StubLoss:
@@ -76,133 +90,100 @@ class StubOptimizer:
         return closure() if closure is not None else None
 
 
-class Mlp(TrainableModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-
-    def forward(self, batch: Any) -> Any:
-        return self.net(batch[0])
-
-    def loss(self, outputs: Any, batch: Any) -> Any:
-        return nn.functional.cross_entropy(outputs, batch[1])
-
-
-def plugins(idle: int, busy: int = 0) -> list[Callback]:
-    return [Idle(id=f"idle_{n}") for n in range(idle)] + [Busy(id=f"busy_{n}") for n in range(busy)]
-
-
-def measure(run: Callable[[], Any]) -> tuple[float, float]:
+def timed(run: Callable[[], Any], steps: int) -> Taken:
     gc.collect()
     gc.disable()
     wall, cpu = time.perf_counter(), time.process_time()
     run()
-    taken = time.perf_counter() - wall, time.process_time() - cpu
+    taken = Taken((time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps)
     gc.enable()
     return taken
 
 
-def stub_loop(data: list[Any]) -> None:
+def stub_loop(data: list[Any]) -> Taken:
     model, optimizer = StubModel(), StubOptimizer()
-    for batch in data:
-        optimizer.zero_grad()
-        loss = model.loss(model(batch), batch)
-        loss.backward()
-        optimizer.step()
+
+    def run() -> None:
+        for batch in data:
+            optimizer.zero_grad()
+            loss = model.loss(model(batch), batch)
+            loss.backward()
+            optimizer.step()
+
+    return timed(run, len(data))
 
 
-def stub_kernel(data: list[Any], active: list[Callback]) -> Trainer:
-    return Trainer(
+def stub_kernel(data: list[Any], idle: int, busy: int) -> Taken:
+    with Trainer(
         model=StubModel(),
         train_dataloader=data,
         max_duration=f"{len(data)}ba",
         optimizers=lambda parameters: StubOptimizer(),
-        plugins=active,
+        plugins=plugins(idle, busy),
         device="cpu",
         progress_bar=False,
-    )
+    ) as trainer:
+        return timed(trainer.fit, len(data))
 
 
-def mlp_loop(data: list[Any]) -> nn.Module:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(net(x), y)
-        loss.backward()
-        optimizer.step()
-    return net
-
-
-def mlp_kernel(data: list[Any], active: list[Callback]) -> Trainer:
-    torch.manual_seed(0)
-    model = Mlp()
-    return Trainer(
-        model=model,
-        train_dataloader=data,
-        max_duration=f"{len(data)}ba",
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-        plugins=active,
-        device="cpu",
-        progress_bar=False,
-    )
-
-
-def compare(loop: Callable[[], Any], make: Callable[[], Trainer], pairs: int) -> dict[str, tuple[float, float, float]]:
-    """Median, least and greatest: µs added per step and ratio, wall and CPU."""
-    added_wall, added_cpu, ratio_wall, ratio_cpu = [], [], [], []
-    for pair in range(pairs + 1):
-        trainer = make()
-        runs = {"kernel": lambda trainer=trainer: trainer.fit(), "loop": loop}
-        order = ("kernel", "loop") if pair % 2 else ("loop", "kernel")
-        taken = {name: measure(runs[name]) for name in order}
-        trainer.close()
-        if pair == 0:
-            continue  # the first pair warms up
-        (kernel_wall, kernel_cpu), (loop_wall, loop_cpu) = taken["kernel"], taken["loop"]
-        added_wall.append((kernel_wall - loop_wall) / STEPS * 1e6)
-        added_cpu.append((kernel_cpu - loop_cpu) / STEPS * 1e6)
-        ratio_wall.append(kernel_wall / loop_wall)
-        ratio_cpu.append(kernel_cpu / loop_cpu)
-    series = {
-        "us_added_wall": added_wall,
-        "us_added_cpu": added_cpu,
-        "ratio_wall": ratio_wall,
-        "ratio_cpu": ratio_cpu,
+def compare_stub(steps: int, pairs: int) -> dict[str, dict[str, Any]]:
+    data = [torch.zeros(32, 1)] * steps
+    measures = {
+        name: (partial(stub_kernel, data, idle, busy), partial(stub_loop, data))
+        for name, (idle, busy) in PLUGINS.items()
     }
-    return {name: (statistics.median(values), min(values), max(values)) for name, values in series.items()}
+    return {
+        name: {**added(taken), "us_raw_cpu": Figure.of([raw.cpu * 1e6 for _, raw in taken])}
+        for name, taken in alternate(measures, pairs).items()
+    }
+
+
+def kernel_with(idle: int, busy: int) -> Callable[..., None]:
+    return lambda *arguments: kernel(*arguments, plugins=plugins(idle, busy))
+
+
+def show(title: str, results: dict[str, dict[str, Any]]) -> None:
+    print(f"{title}\n{'':19}{'µs added, CPU':26}{'µs added, wall':26}{'ratio, CPU':24}µs by hand, CPU")
+    for name, row in results.items():
+        columns = [row["us_added_cpu"], row["us_added_wall"], row["ratio_cpu"], row["us_raw_cpu"]]
+        weights = "" if row.get("bit_equal", True) else "WEIGHTS DIFFER FROM THE LOOP'S"
+        print(f"{name:19}{columns[0]!s:26}{columns[1]!s:26}{columns[2]!s:24}{columns[3]!s:26}{weights}".rstrip())
+    print(flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--pairs", type=int, default=9, help="pairs of runs for each figure, after one to warm up")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--systems", help="some of kernel,ignite,fabric,accelerate,lightning,hf; the default is all")
+    parser.add_argument("--terminal", action="store_true", help="draw progress bars as on a terminal")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    stub_data = [torch.zeros(32, 1)] * STEPS
-    generator = torch.Generator().manual_seed(1)
-    mlp_data = [
-        (torch.randn(32, 64, generator=generator), torch.randint(10, (32,), generator=generator)) for _ in range(STEPS)
-    ]
-    net, trainer = mlp_loop(mlp_data), mlp_kernel(mlp_data, [])
-    trainer.fit()
-    if not all(torch.equal(a, b) for a, b in zip(net.parameters(), trainer.state.model.parameters(), strict=True)):
-        sys.exit("the MLP's weights differ from those of the hand-written loop")
-    results = {}
-    for idle, busy in ((0, 0), (5, 0), (20, 0), (0, 5)):
-        label = f"{idle} idle, {busy} busy plugins"
-        make_stub = lambda idle=idle, busy=busy: stub_kernel(stub_data, plugins(idle, busy))  # noqa: E731
-        make_mlp = lambda idle=idle, busy=busy: mlp_kernel(mlp_data, plugins(idle, busy))  # noqa: E731
-        results[f"stub, {label}"] = compare(lambda: stub_loop(stub_data), make_stub, arguments.pairs)
-        results[f"mlp, {label}"] = compare(lambda: mlp_loop(mlp_data), make_mlp, arguments.pairs)
+    pairs, systems = arguments.pairs, chosen(arguments.systems)
+    task = mlp_task(arguments.steps)
+    results: dict[str, Any] = {}
+
+    def part(title: str, measured: dict[str, dict[str, Any]]) -> None:
+        results[title] = measured
+        if not arguments.json:
+            show(title, measured)
+
+    if not arguments.json:
+        print(f"{pairs} pairs of {arguments.steps} steps, median [least, greatest]; {versions([RAW, *systems])}\n")
+    if any(system.fit is kernel for system in systems):
+        part("the kernel on a stub step", compare_stub(arguments.steps, pairs))
+    bare: dict[str, Fit] = {}
+    for system in systems:
+        bare[system.name] = system.fit
+        if system.fit is kernel:
+            bare |= {f"  {name}": kernel_with(*counts) for name, counts in PLUGINS.items() if any(counts)}
+    part("MLP, bare", compare(task, bare, pairs))
+    where = "a terminal" if arguments.terminal else "output going nowhere"
+    loud = {system.name: system.fit for system in systems if system.logs}
+    part(f"MLP, bar and loss on, {where}", compare(task, loud, pairs, True, arguments.terminal))
     if arguments.json:
         print(json.dumps(results, indent=2))
-        return
-    print(f"{arguments.pairs} pairs of {STEPS} steps; median [least, greatest]; MLP weights bit-equal")
-    for label, figures in results.items():
-        shown = "  ".join(f"{name} {m:7.2f} [{low:6.2f}, {high:6.2f}]" for name, (m, low, high) in figures.items())
-        print(f"{label:32} {shown}")
 
 
 if __name__ == "__main__":

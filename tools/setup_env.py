@@ -5,6 +5,7 @@ Standard library only: this is the first thing that runs on a bare machine. Does
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -13,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "workspace.sha256"
+TORCHVISION = ROOT / "tools" / "torchvision_on_cpu.py"
 
 
 def packages() -> list[Path]:
@@ -27,12 +29,15 @@ def requirements(folders: list[Path]) -> list[str]:
 
     projects = [tomllib.loads((folder / "pyproject.toml").read_text()) for folder in folders]
     own = {project["project"]["name"] for project in projects}
+    parts = [
+        part
+        for project in (project["project"] for project in projects)
+        for part in (project.get("dependencies", []), *project.get("optional-dependencies", {}).values())
+    ]
     wanted = {
         requirement
-        for project in projects
-        for part in ([project["project"].get("dependencies", [])], project["project"].get("optional-dependencies", {}).values())
-        for requirements in part
-        for requirement in requirements
+        for part in parts
+        for requirement in part
         if requirement.split(">")[0].split("=")[0].strip() not in own
     }
     return sorted(wanted | set(projects[0]["dependency-groups"]["dev"]))
@@ -41,7 +46,8 @@ def requirements(folders: list[Path]) -> list[str]:
 def main() -> None:
     folders = packages()
     content = b"".join((folder / "pyproject.toml").read_bytes() for folder in folders)
-    content += (ROOT / "constraints.txt").read_bytes() + "\n".join(map(str, folders)).encode()
+    others = [ROOT / "constraints.txt", Path(__file__), TORCHVISION]
+    content += b"".join(path.read_bytes() for path in others) + "\n".join(map(str, folders)).encode()
     digest = hashlib.sha256(content + sys.version.encode()).hexdigest()
     if STAMP.exists() and STAMP.read_text() == digest:
         return
@@ -58,6 +64,10 @@ def main() -> None:
     environment = {**os.environ, "VIRTUAL_ENV": str(VENV)}
     command = [python, "-m", "uv", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--offline", *editable]
     subprocess.run(command, check=True, env=environment)
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.check_output(where, text=True).strip())
+    shutil.copy(TORCHVISION, site)
+    (site / f"{TORCHVISION.stem}.pth").write_text(f"import {TORCHVISION.stem}\n")
     STAMP.write_text(digest)
 
 

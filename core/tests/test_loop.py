@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_core import Algorithm, Callback, DataSpec, Evaluator, Time, TrainableModel, Trainer, hookimpl
+from kernel_core.data.sampler import ResumableBatchSampler, ResumableSampler
 from kernel_core.errors import DataError, TimeStringError, TrainerError
 from kernel_core.schedules import CosineAnnealingWithWarmupScheduler
 from torch import nn
@@ -43,10 +44,13 @@ def test_training_is_bit_for_bit_that_of_a_hand_written_loop() -> None:
     """With shuffling, dropout and momentum: the same draws from the same global generator."""
     by_hand = Mlp()
     optimizer = torch.optim.AdamW(by_hand.parameters(), lr=0.01)
+    order = ResumableSampler(30, shuffle=True, seed=3)
+    by_hand_loader = DataLoader(dataset(), batch_sampler=ResumableBatchSampler(order, 8))
     torch.manual_seed(3)
     losses = []
-    for _ in range(2):
-        for batch in DataLoader(dataset(), batch_size=8, shuffle=True):
+    for epoch in range(2):
+        order.set_epoch(epoch)
+        for batch in by_hand_loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(by_hand.net(batch[0]), batch[1])
             loss.backward()

@@ -133,6 +133,21 @@ def apply_arguments(
     return config
 
 
+def with_model(config: Config, model: str | None) -> Config:
+    """Put ``--model NAME`` or ``NAME:WHAT`` in place of the model of ``config``; WHAT is its option ``model``.
+
+    Raises:
+        ConfigError: there is no name.
+    """
+    if model is None:
+        return config
+    name, colon, what = model.partition(":")
+    if not name or (colon and not what):
+        raise ConfigError(f"--model: got {model!r}. Expected a name, or name:what, such as huggingface:path/to/folder.")
+    chosen = {"name": name, **({"model": what} if what else {})}
+    return merge({key: value for key, value in config.items() if key != "model"}, {"model": chosen})
+
+
 def with_file_logger(config: Config) -> Config:
     """Add the logger that writes ``metrics.jsonl``, with placeholders so that the plan is the same for every run."""
     folder = config.get("logging", {}).get("folder", "runs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,29 @@ def document(enabled: bool) -> Iterator[Document]:
         os.close(kept)
     if out.value is not None:
         click.echo(json.dumps(out.value, allow_nan=False, indent=2))
+
+
+class _Echo(logging.Handler):
+    """Prints records on standard error: whatever that is when they come, since a progress bar may have taken it over."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(self.format(record), err=True)
+
+
+@contextlib.contextmanager
+def kernel_log() -> Iterator[None]:
+    """Show what the kernel logs, from information on, as plain lines."""
+    logger, handler = logging.getLogger("kernel_core"), _Echo()
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(min(level or logging.INFO, logging.INFO))
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:

@@ -14,8 +14,8 @@ import yaml
 from kernel_core.errors import ConfigError, KernelError, OrderError
 from kernel_core.recipe import Config, build_trainer, merge
 
-from kernel_cli.config import Source, apply_arguments, load_source
-from kernel_cli.output import columns
+from kernel_cli.config import Source, apply_arguments, load_source, with_model
+from kernel_cli.output import columns, kernel_log
 
 
 def train(
@@ -28,6 +28,9 @@ def train(
     seed: int | None,
     device: str | None,
     run_name: str | None,
+    precision: str | None,
+    model: str | None,
+    timeline: bool,
     dry_run: bool,
     strict: bool,
 ) -> dict[str, Any] | None:
@@ -38,10 +41,13 @@ def train(
         "seed": seed,
         "device": device,
         "run_name": run_name,
+        "precision": precision,
         "strict": strict or None,
     }
     origin = load_source(source)
-    config = _complete(apply_arguments(origin.config, plugins, options, settings, given))
+    plugins = ",".join(filter(None, [plugins, "timeline" if timeline else ""]))
+    config = with_model(origin.config, model)
+    config = _complete(apply_arguments(config, plugins, options, settings, given))
     name = config["train"].get("run_name") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     folder = Path(config["logging"]["folder"]) / name
     if (folder / "plan.json").exists() and not dry_run:
@@ -58,7 +64,8 @@ def train(
         if not dry_run:
             _write_run(folder, origin, config, trainer)
             try:
-                trainer.fit()
+                with kernel_log():
+                    trainer.fit()
             except KernelError as error:
                 error.exit_code = 1  # training had begun: the run failed, it was not refused
                 raise

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kernel_core.timing import Time as Time
     from kernel_core.timing import Timestamp as Timestamp
     from kernel_core.timing import TimeUnit as TimeUnit
-    from kernel_core.train.evaluation import Evaluator as Evaluator
+    from kernel_core.train.evaluator import Evaluator as Evaluator
     from kernel_core.train.state import State as State
     from kernel_core.train.trainer import Trainer as Trainer
 
@@ -38,7 +38,7 @@ _HOME = {
     "Classifier": "models",
     "DataSpec": "data.spec",
     "Engine": "engine",
-    "Evaluator": "train.evaluation",
+    "Evaluator": "train.evaluator",
     "KernelError": "errors",
     "Logger": "logger",
     "LoggerDestination": "registry.base",

@@ -59,3 +59,15 @@ class DataError(KernelError, ValueError):
 
 class TrainerError(KernelError, ValueError):
     """The arguments of the trainer cannot work together."""
+
+
+class Interrupted(SystemExit):
+    """The run ended early and in order because of a signal. As a ``SystemExit`` it ends a script with 128 + the signal.
+
+    Attributes:
+        signal: The number of the signal.
+    """
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(128 + signal)
+        self.signal = signal

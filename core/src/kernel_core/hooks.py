@@ -17,6 +17,7 @@ microbatch on the device; ``state.outputs`` is set from ``after_forward``, ``sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -135,8 +136,8 @@ def instrument(part: str, call: Callable[..., Any]) -> Callable[..., Any] | None
 def init(state: State, logger: Logger) -> None:
     """Fires once, at the start of ``Trainer``: loggers first, so that they can take what the others log.
 
-    The model is on its device and not yet changed. Set up your own things here. Changing the model here is an error:
-    that is what the surgery hooks are for.
+    The model is on its device and not yet changed. Set up your own things here; ``state.precision`` may be set.
+    Changing the model here is an error: that is what the surgery hooks are for.
     """
 
 
@@ -178,6 +179,15 @@ def model_transformed(model: nn.Module, report: SurgeryReport) -> None:
 
 
 @hookspec()
+def precision_context(state: State) -> Callable[[], AbstractContextManager[Any]]:  # type: ignore[empty-body]
+    """Return a function that makes a context around every forward and loss, inside autocast: for fp8 and the like.
+
+    Fires when the precision of the run is set up. Such a context costs on every microbatch: leave the hook out of
+    ``active_hooks`` where ``state.precision`` does not call for it, or return None.
+    """
+
+
+@hookspec()
 def wrap_optimizer(optimizer: torch.optim.Optimizer, state: State) -> torch.optim.Optimizer | None:  # type: ignore[empty-body]
     """Return an optimizer to use instead of ``optimizer``, or None to keep it.
 
@@ -206,7 +216,7 @@ def fit_start(state: State, logger: Logger) -> None:
 
 @hookspec()
 def iteration_start(state: State, logger: Logger) -> None:
-    """Fires before the first batch of an iteration: a number of epochs set by ``iteration_length``, else the whole run."""
+    """Fires before the first batch of an iteration: epochs or tokens set by ``iteration_length``, else the whole run."""
 
 
 @hookspec()
@@ -344,7 +354,7 @@ def iteration_checkpoint(state: State, logger: Logger) -> None:
 
 @hookspec(closes="fit_start")
 def fit_end(state: State, logger: Logger) -> None:
-    """Fires when training is over, after the last evaluation. Does not fire when ``fit`` failed."""
+    """Fires when training is over, after the last evaluation. Does not fire when ``fit`` failed or a signal ended it."""
 
 
 # --- evaluation and prediction on their own ---------------------------------------------------------------------
@@ -395,7 +405,10 @@ def predict_end(state: State, logger: Logger) -> None:
 
 @hookspec()
 def fit_failed(state: State, error: BaseException) -> None:
-    """Fires when ``fit`` ended by an exception, before ``close``. Write down what helps; issue no collective."""
+    """Fires when ``fit``, ``eval`` or ``predict`` ended by an exception; after a failed ``fit``, ``close`` follows.
+
+    Write down what helps, put back what was swapped for an evaluation; issue no collective.
+    """
 
 
 @hookspec()

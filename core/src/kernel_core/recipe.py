@@ -11,11 +11,11 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kernel_core.errors import ConfigError, PluginLoadError
-from kernel_core.naming import did_you_mean
-from kernel_core.registry.discovery import find
+from kernel_core.naming import did_you_mean, normalize
+from kernel_core.registry.discovery import find, installed_plugins
 from kernel_core.registry.options import bind_options
 
 Config = dict[str, Any]
@@ -24,12 +24,19 @@ Config = dict[str, Any]
 def _train(
     max_duration: int | str = 1,
     device: str | None = None,
-    device_train_microbatch_size: int | None = None,
+    precision: str | None = None,
+    device_train_microbatch_size: int | Literal["auto"] | None = None,
+    grad_accum: int | Literal["auto"] | None = None,
     seed: int | None = None,
+    deterministic_mode: bool = False,
+    compile_config: dict[str, Any] | None = None,
     run_name: str | None = None,
-    iteration_length: int | None = None,
+    iteration_length: int | str | None = None,
     train_subset_num_batches: int = -1,
+    scale_schedule_ratio: float = 1.0,
     step_schedulers_every_batch: bool | None = None,
+    auto_log_hparams: bool = False,
+    python_log_level: str | None = None,
     strict: bool = False,
 ) -> None:
     """The keys of the section ``train``: arguments of Trainer."""
@@ -45,6 +52,7 @@ def _logging(folder: str = "runs", progress_bar: bool = True) -> None:
 
 NAMED = ("model", "data", "optimizer", "scheduler")
 CHECKED: Mapping[str, Callable[..., None]] = {"train": _train, "eval": _eval, "logging": _logging}
+KIND_OF = {"model": "models", "data": "data"}
 SECTIONS = (*NAMED, "train", "eval", "plugins", "parallelism", "logging")
 
 
@@ -64,7 +72,8 @@ class Recipe:
         summary: What it trains, in a line.
         config: The document: sections of options. ``model``, ``data``, ``optimizer`` and ``scheduler`` name a function.
         functions: The functions behind those names that are the recipe's own. A model function returns a
-            TrainableModel, a data function a RunData; one with an argument ``seed`` gets the seed of the run.
+            TrainableModel, a data function a RunData; one with an argument ``seed`` gets the seed of the run. Other names
+            of models and data are looked up among the installed plugins of kind ``models`` and ``data``.
     """
 
     summary: str
@@ -207,13 +216,22 @@ def _named(
     name = config.get(section, {}).get("name")
     if not name or not isinstance(name, str):
         raise ConfigError(f"{section}.name: missing. Name a function: start from a recipe, or set {section}.name.")
-    function = functions.get(name) or fallback(name)
+    function = functions.get(name) or fallback(name) or _installed(section, name)
     if function is None:
+        known = [*functions, *others, *(info.name for info in installed_plugins() if info.kind == KIND_OF.get(section))]
         raise ConfigError(
-            f"{section}.name: there is no {name!r}.{did_you_mean(name, [*functions, *others])} "
-            f"Known here: {', '.join(sorted([*functions, *others])) or 'nothing'}."
+            f"{section}.name: there is no {name!r}.{did_you_mean(name, known)} "
+            f"Known here: {', '.join(sorted(known)) or 'nothing'}."
         )
     return function
+
+
+def _installed(section: str, name: str) -> Callable[..., Any] | None:
+    """Return the installed plugin of the section's kind with that name, None if there is none."""
+    kind = KIND_OF.get(section)
+    if kind is None or all(info.kind != kind or info.name != normalize(name) for info in installed_plugins()):
+        return None
+    return find(name, (kind,)).load()  # type: ignore[no-any-return]
 
 
 def _call(section: str, config: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]], seed: int) -> Any:

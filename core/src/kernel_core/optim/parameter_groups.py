@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 
 from kernel_core.engine import Engine
 from kernel_core.errors import OptimizerError, SurgeryError
+
+if TYPE_CHECKING:
+    from kernel_core.train.precision import Precision
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 OptimizerRequest = Optimizer | OptimizerFactory
@@ -177,11 +180,11 @@ def is_optimizer(value: Any) -> bool:
     return isinstance(value, Optimizer) or all(hasattr(value, part) for part in ("param_groups", "step", "zero_grad"))
 
 
-def check_reevaluation(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+def check_reevaluation(optimizers: Sequence[Optimizer], engine: Engine, precision: Precision) -> None:
     """Refuse an optimizer that evaluates the model itself where it cannot.
 
     Raises:
-        OptimizerError: it is one of several, or the engine evaluates once only.
+        OptimizerError: it is one of several, or the engine or the precision evaluates once only.
     """
     for optimizer in optimizers:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -194,6 +197,11 @@ def check_reevaluation(optimizers: Sequence[Optimizer], engine: Engine) -> None:
             raise OptimizerError(
                 f"optimizers: {name} evaluates the model in its step, and the engine {engine.name} evaluates once. "
                 "Use another optimizer or engine."
+            )
+        if not precision.can_reevaluate:
+            raise OptimizerError(
+                f"optimizers: {name} evaluates the model in its step, and the loss scaling of precision={precision.name!r} "
+                "allows one evaluation. Use precision='amp_bf16' or 'fp32', or another optimizer."
             )
 
 

@@ -54,7 +54,7 @@ class Plugin(metaclass=PluginType):
     Attributes:
         name: The name in the plan. The kernel sets it to the entry point's name; a class without an entry point may
             set it, else it is the class name in snake case.
-        id: What labels options, state and plan when a plugin is used twice: ``EMA(..., id="slow")``.
+        id: What labels options, state and plan when a plugin is used twice: ``FileLogger(..., id="second")``.
         options: The constructor's arguments by name, defaults filled in. Part of the lock.
         roles: Words for what the plugin does (``clips-gradients``), so that others can order themselves against it.
         before: Plugin names, or ``role:`` words, that must run later.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from kernel_core.data.spec import DataSpec
 from kernel_core.device import resolve_device
 from kernel_core.engine import Engine
 from kernel_core.errors import OptionError, PluginLoadError, TrainerError
@@ -16,7 +20,11 @@ from kernel_core.registry.base import Plugin
 from kernel_core.registry.discovery import find, installed_plugins
 from kernel_core.registry.options import bind_options
 from kernel_core.registry.plan import ActivePlugin, PluginRequest, resolve
+from kernel_core.schedules import check_ratio, scale_torch_scheduler, split_schedules
+from kernel_core.timing import Time, TimeUnit
 from kernel_core.train.composer_keywords import KEYWORDS
+from kernel_core.train.forward import check_size
+from kernel_core.train.state import State
 
 Plugins = PluginRequest | Sequence[PluginRequest] | Mapping[str, Mapping[str, Any]] | None
 
@@ -125,7 +133,124 @@ def check_run_name(run_name: str | None) -> None:
         )
 
 
-def check_positive(name: str, value: int | None) -> None:
-    """Refuse anything but a whole number of at least 1, or None."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise TrainerError(f"{name}: got {value!r}. Expected a whole number of at least 1, or None.")
+def check_seed(seed: Any) -> int:
+    """Return ``seed`` if it is a whole number.
+
+    Raises:
+        TrainerError: it is not.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TrainerError(f"seed: got {seed!r}. Expected a whole number, or None.")
+    return seed
+
+
+def default_run_name() -> str:
+    """Return the environment's ``RUN_NAME``, else a fresh name that sorts by time."""
+    name = os.environ.get("RUN_NAME")
+    check_run_name(name)
+    return name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def unwrap_compiled(
+    model: Any, compile_config: Mapping[str, Any] | None
+) -> tuple[TrainableModel, Mapping[str, Any] | None]:
+    """Return the model that ``torch.compile`` wrapped, to be compiled when surgery is done; and how.
+
+    Raises:
+        TrainerError: it is no TrainableModel.
+    """
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        model, compile_config = model._orig_mod, compile_config if compile_config is not None else {}
+    if not isinstance(model, TrainableModel):
+        raise TrainerError(
+            f"model: got a {type(model).__name__}. Expected a TrainableModel, with forward(batch) and "
+            "loss(outputs, batch); Classifier(module) wraps a plain classifier."
+        )
+    return model, compile_config
+
+
+def set_microbatches(state: State, size: Any, grad_accum: Any) -> None:
+    """Write into ``state`` how a batch is split.
+
+    Raises:
+        TrainerError: both are given, or one is no whole number of at least 1.
+    """
+    if size is not None and grad_accum is not None:
+        raise TrainerError(
+            f"grad_accum: got {grad_accum!r} beside device_train_microbatch_size={size!r}. Expected one of them: the size, or "
+            "how many."
+        )
+    state.auto_microbatching = "auto" in (size, grad_accum)
+    if state.auto_microbatching:
+        size = grad_accum = None
+    check_size("device_train_microbatch_size", size)
+    check_size("grad_accum", grad_accum)
+    state.device_train_microbatch_size, state.grad_accum = size, grad_accum
+
+
+def scale_schedule(state: State, ratio: float) -> None:
+    """Make the run and its schedules ``ratio`` times as long.
+
+    Raises:
+        TrainerError: the ratio is not positive, there is no schedule, or nothing of the run would be left.
+    """
+    if ratio == 1.0:
+        return
+    check_ratio(ratio)
+    if not state.schedulers:
+        raise TrainerError(
+            f"scale_schedule_ratio: got {ratio}, and there is no scheduler. Expected at least one; without one, give another "
+            "max_duration."
+        )
+    stepped, schedules = split_schedules(state.schedulers, ratio)
+    for scheduler in stepped:
+        scale_torch_scheduler(scheduler, ratio)
+    state.schedulers = (*stepped, *schedules)
+    limit = state.max_duration
+    if limit is not None:
+        scaled = int(limit.value * ratio)
+        if not scaled:
+            raise TrainerError(f"scale_schedule_ratio: {ratio} of max_duration={limit} is nothing. Give a larger one.")
+        state.max_duration = Time(scaled, limit.unit)
+
+
+def check_iterations(state: State) -> None:
+    """Refuse a duration in iterations that have no length.
+
+    Raises:
+        TrainerError: it is one.
+    """
+    limit = state.max_duration
+    if limit is not None and limit.unit is TimeUnit.ITERATION and state.iteration_length is None:
+        raise TrainerError(f"max_duration: {limit} counts iterations. Give Trainer iteration_length=<epochs>.")
+
+
+def check_fit(state: State, data: DataSpec | None) -> None:
+    """Refuse what cannot be trained.
+
+    Raises:
+        TrainerError: no loader, optimizer or duration, or a duration or microbatch that the loader cannot give.
+    """
+    limit = state.max_duration
+    if data is None:
+        raise TrainerError("fit: no train_dataloader. Give one to Trainer or to fit.")
+    if not state.optimizers:
+        raise TrainerError(
+            "fit: no optimizer. Give Trainer optimizers=torch.optim.AdamW(model.parameters(), lr=...), or a function "
+            "of the parameters that makes one."
+        )
+    if limit is None:
+        raise TrainerError("fit: no max_duration. Give one to Trainer, or fit(duration=...).")
+    check_iterations(state)
+    if limit.unit is TimeUnit.EPOCH and state.dataloader_len is None:
+        raise TrainerError(
+            f"max_duration: {limit} counts epochs, and train_dataloader has no length, so nobody can say when an epoch ends. "
+            "Give max_duration in batches, samples or tokens, such as '1000ba', or train_subset_num_batches=<batches>."
+        )
+    size, rows = state.device_train_microbatch_size, getattr(data.dataloader, "batch_size", None)
+    rows = getattr(getattr(data.dataloader, "batch_sampler", None), "batch_size", rows) if rows is None else rows
+    if size is not None and isinstance(rows, int) and size > rows and not state.auto_microbatching:
+        raise TrainerError(
+            f"device_train_microbatch_size: got {size}, and train_dataloader gives batches of {rows}. Expected at most that. "
+            "Leave it out to take each batch whole."
+        )

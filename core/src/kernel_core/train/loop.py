@@ -6,11 +6,14 @@ Every phase opens with its hook. A hook nobody answers is an empty tuple, so its
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
+from kernel_core.data.loader import begin_epoch
 from kernel_core.data.spec import DataSpec
 from kernel_core.errors import DataError
 from kernel_core.logger import Logger
@@ -18,7 +21,6 @@ from kernel_core.schedules import apply_schedules, split_schedules
 from kernel_core.surgery import StructureWatch
 from kernel_core.timing import TimeUnit
 from kernel_core.train.evaluation import Evaluations, compute_metrics
-from kernel_core.train.microbatch import make_train_batch
 from kernel_core.train.state import State
 
 _EXHAUSTED = object()
@@ -31,6 +33,8 @@ def training_steps(
     data: DataSpec,
     evaluations: Evaluations,
     watch: StructureWatch,
+    step: Callable[[], Tensor],
+    read: Callable[..., Any] = next,
     step_schedulers_every_batch: bool = True,
 ) -> Iterator[None]:
     """Train until ``state.max_duration``; yields after every batch, at a point where the run could be saved.
@@ -42,36 +46,46 @@ def training_steps(
         data: What is trained on.
         evaluations: Runs the evaluators that are due.
         watch: Notices structure that changes after surgery.
+        step: Trains on ``state.batch`` and returns its detached loss.
+        read: ``next``, or something around it.
         step_schedulers_every_batch: Whether torch's schedulers are stepped by batch or by epoch.
     """
-    progress, engine, optimizers = state.progress, state.engine, state.optimizers
-    count_samples, count_tokens = data.get_num_samples_in_batch, data.get_num_tokens_in_batch
-    train_batch = make_train_batch(state, hooks, data)
+    progress, optimizers = state.progress, state.optimizers
+    count_samples, count_tokens, transform = (
+        data.get_num_samples_in_batch,
+        data.get_num_tokens_in_batch,
+        data.batch_transforms,
+    )
     torch_schedulers, schedules = split_schedules(state.schedulers)
-    counts_tokens = state.max_duration is not None and state.max_duration.unit is TimeUnit.TOKEN
+    counts_tokens = state.counts_tokens
+    epochs_in_iteration = state.iteration_in(TimeUnit.EPOCH)
+    tokens_in_iteration = state.iteration_in(TimeUnit.TOKEN)
     listening = logger.listening
+    before_dataloader, after_dataloader = hooks.before_dataloader, hooks.after_dataloader
+    batch_start, batch_end, batch_checkpoint = hooks.batch_start, hooks.batch_end, hooks.batch_checkpoint
 
     # fit start: the plan is fixed, the model final; resumed runs enter the epoch they left
     watch.look("the start of fit")
     for call in hooks.fit_start:
         call()
     state.model.train()
+    announced = -1
     last = time.perf_counter()
     while not state.stopped:
-        if progress.epoch_in_iteration == 0 and progress.batch_in_epoch == 0:
-            for call in hooks.iteration_start:
-                call()
+        announced = _start_iteration(state, hooks, announced)
         if progress.batch_in_epoch == 0:
             watch.look(f"epoch {progress.epoch}")
             for call in hooks.epoch_start:
                 call()
-        _start_epoch(data.dataloader, progress.epoch)
-        batches = _batches(data.dataloader, state.dataloader_len, progress.batch_in_epoch)
+        batches = _batches(data.dataloader, state)
         while not state.stopped:
+            if tokens_in_iteration:
+                announced = _start_iteration(state, hooks, announced)
+
             # data: the whole batch of this rank, counted as the loader gives it
-            for call in hooks.before_dataloader:
+            for call in before_dataloader:
                 call()
-            batch: Any = next(batches, _EXHAUSTED)
+            batch: Any = read(batches, _EXHAUSTED)
             if batch is _EXHAUSTED:
                 if progress.batch_in_epoch == 0:
                     raise DataError(
@@ -79,24 +93,24 @@ def training_steps(
                         "Give a loader that can be read anew each epoch and is not empty."
                     )
                 break
-            if data.batch_transforms is not None:
-                batch = data.batch_transforms(batch)
+            if transform is not None:
+                batch = transform(batch)
             num_samples, num_tokens = count_samples(batch), count_tokens(batch)
             if counts_tokens and not num_tokens:
                 raise DataError(
-                    f"max_duration: {state.max_duration} counts tokens, and the batch has none. "
+                    "max_duration and iteration_length: one of them counts tokens, and the batch has none. "
                     "Give DataSpec(dataloader, get_num_tokens_in_batch=...), or another unit."
                 )
-            state.batch = batch
-            for call in hooks.after_dataloader:
+            state.batch, state.evaluation = batch, 0
+            for call in after_dataloader:
                 call()
 
             # step: forward, loss and backward of every microbatch, then the optimizers
-            for call in hooks.batch_start:
+            for call in batch_start:
                 call()
             if schedules:
                 apply_schedules(state, schedules)
-            state.loss = engine.step(optimizers, train_batch)
+            state.loss = step()
 
             # end of the step: time moves, then everybody looks at the result
             now = time.perf_counter()
@@ -104,15 +118,17 @@ def training_steps(
             last = now
             if listening:
                 _log_batch(logger, state)
-            for call in hooks.batch_end:
+            for call in batch_end:
                 call()
             if step_schedulers_every_batch:
                 for scheduler in torch_schedulers:
                     scheduler.step()
             if evaluations.each_batch and evaluations.run_due("batch"):
                 last = time.perf_counter()  # evaluation is not training time
-            for call in hooks.batch_checkpoint:
+            for call in batch_checkpoint:
                 call()
+            if tokens_in_iteration and progress.token_in_iteration >= tokens_in_iteration:
+                _finish_iteration(state, hooks, evaluations)
             yield
         else:
             if progress.batch_in_epoch != state.dataloader_len:
@@ -129,16 +145,13 @@ def training_steps(
         evaluations.run_due("epoch")
         for call in hooks.epoch_checkpoint:
             call()
-        if state.iteration_length is not None and progress.epoch_in_iteration >= state.iteration_length:
-            progress.finish_iteration()
-            for call in hooks.iteration_end:
-                call()
-            evaluations.run_due("iteration")
-            for call in hooks.iteration_checkpoint:
-                call()
+        if epochs_in_iteration and progress.epoch_in_iteration >= epochs_in_iteration:
+            _finish_iteration(state, hooks, evaluations)
         last = time.perf_counter()
 
     watch.look("the end of fit")
+    if state.interrupted is not None:
+        return  # in order, and early: what belongs to a finished run does not happen
 
     # fit end: what was not evaluated since the last batch is evaluated now, so that fit_end sees the final metrics
     if progress.batch_in_epoch:
@@ -150,17 +163,30 @@ def training_steps(
         call()
 
 
-def _start_epoch(dataloader: Any, epoch: int) -> None:
-    """Tell a distributed or resumable sampler which epoch begins, so that each has its own order."""
-    for holder in (dataloader, getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)):
-        set_epoch = getattr(holder, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+def _start_iteration(state: State, hooks: SimpleNamespace, announced: int) -> int:
+    """Fire ``iteration_start`` if an iteration begins here that is not ``announced`` yet; return the latest that is."""
+    number = state.progress.iteration
+    if not state.at_iteration_start or number == announced:
+        return announced
+    for call in hooks.iteration_start:
+        call()
+    return number
 
 
-def _batches(dataloader: Iterable[Any], length: int | None, start: int) -> Iterator[Any]:
-    """Return the batches of an epoch from ``start`` on, at most up to ``length``."""
-    return islice(iter(dataloader), start, length)
+def _finish_iteration(state: State, hooks: SimpleNamespace, evaluations: Evaluations) -> None:
+    state.progress.finish_iteration()
+    for call in hooks.iteration_end:
+        call()
+    evaluations.run_due("iteration")
+    for call in hooks.iteration_checkpoint:
+        call()
+
+
+def _batches(dataloader: Iterable[Any], state: State) -> Iterator[Any]:
+    """Return the batches of the present epoch from the present place on."""
+    done, length = state.progress.batch_in_epoch, state.dataloader_len
+    skipped = begin_epoch(dataloader, state.progress.epoch, done)
+    return islice(iter(dataloader), skipped, None if length is None else skipped + length - done)
 
 
 def _log_batch(logger: Logger, state: State) -> None:
@@ -168,11 +194,14 @@ def _log_batch(logger: Logger, state: State) -> None:
     metrics = {
         "loss/train/total": state.loss,
         "time/epoch": progress.epoch,
+        "time/batch": progress.batch,
         "time/sample": progress.sample,
         "time/total_wct": progress.total_wct,
     }
     if progress.token:
         metrics["time/token"] = progress.token
+    if state.loss_parts:
+        metrics |= {f"loss/train/{name}": value for name, value in state.loss_parts.items()}
     logger.log_metrics(metrics)
 
 
@@ -183,4 +212,6 @@ def _finish_train_metrics(state: State, logger: Logger) -> None:
     for metric in state.train_metrics.values():
         metric.reset()
     if logger.listening:
-        logger.log_metrics({f"metrics/train/{name}": value for name, value in state.train_metric_values.items()})
+        logger.log_metrics(
+            {f"metrics/{state.train_label}/{name}": value for name, value in state.train_metric_values.items()}
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,85 +11,137 @@ from torch import Tensor
 
 from kernel_core.data.spec import DataSpec, to_device
 from kernel_core.engine import TrainBatch
-from kernel_core.errors import DataError
+from kernel_core.errors import DataError, TrainerError
 from kernel_core.models import TrainableModel
+from kernel_core.train.precision import Precision
 from kernel_core.train.state import State
 
+Instrument = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
-def make_train_batch(state: State, hooks: SimpleNamespace, data: DataSpec) -> TrainBatch:
+
+def make_train_batch(
+    state: State, hooks: SimpleNamespace, data: DataSpec, precision: Precision, instrument: Instrument
+) -> TrainBatch:
     """Return ``train_batch()``: zero the gradients, run every microbatch of ``state.batch``, return the detached loss.
 
     The gradient is that of the mean over the whole batch, each microbatch weighted by ``loss_weight``, whatever the
     split. An optimizer that evaluates more than once in a step calls it again.
     """
-    run, weigh = _make_run(state, hooks, data), _make_weigh(state.model, data)
+    run, weigh = _make_run(state, hooks, data, precision, instrument), _make_weigh(state.model, data)
     zero_grads = [optimizer.zero_grad for optimizer in state.optimizers]
-    size = state.device_train_microbatch_size
+    unscalers = precision.unscalers(state.optimizers)
     set_gradient_sync = state.engine.set_gradient_sync
+    before, after = hooks.before_train_batch, hooks.after_train_batch
+    grad_accum, count = state.grad_accum, data.get_num_samples_in_batch
 
     def train_batch() -> Tensor:
-        for call in hooks.before_train_batch:
+        for call in before:
             call()
         for zero_grad in zero_grads:
             zero_grad()
         batch = state.batch
+        if state.loss_parts and not state.evaluation:
+            state.loss_parts = {}
+        size = state.device_train_microbatch_size if not grad_accum else -(-count(batch) // grad_accum)
         microbatches = [batch] if size is None else data.split_batch(batch, size)
-        if not microbatches:
-            raise DataError("batch: no row is left to train on. A plugin that selects rows must leave at least one.")
         if len(microbatches) == 1:
             state.microbatch = 0
             loss = run(microbatches[0], None)
-        else:
-            weights = [weigh(microbatch) for microbatch in microbatches]
-            total = sum(weights[1:], start=weights[0])
+        elif microbatches:
             loss = None
-            for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
+            for index, share in enumerate(_shares([weigh(microbatch) for microbatch in microbatches])):
                 state.microbatch = index
                 set_gradient_sync(index == len(microbatches) - 1)
-                part = run(microbatch, weight / total)
+                part = run(microbatches[index], share)
                 loss = part if loss is None else loss + part
+        else:
+            raise DataError("batch: no row is left to train on. A plugin that selects rows must leave at least one.")
         state.batch = batch
         state.loss = loss
-        for call in hooks.after_train_batch:
+        for call in unscalers:
             call()
+        for call in after:
+            call()
+        state.evaluation += 1
         return loss  # type: ignore[no-any-return]
 
     return train_batch
 
 
-def _make_run(state: State, hooks: SimpleNamespace, data: DataSpec) -> Callable[[Any, Any], Any]:
+def _make_run(
+    state: State, hooks: SimpleNamespace, data: DataSpec, precision: Precision, instrument: Instrument
+) -> Callable[[Any, Any], Any]:
     """Return the function that runs one microbatch and returns its share of the batch's loss, detached."""
-    device, transforms, model, backward = state.device, data.microbatch_transforms, state.model, state.engine.backward
+    device, transforms, model = state.device, data.microbatch_transforms, state.model
     on_cpu = device.type == "cpu"
+    forward, compute_loss = instrument("forward", state.compute_outputs), instrument("loss", state.compute_loss)
+    backward = instrument("backward", precision.scaled(state.engine.backward))
     metrics = state.train_metrics
+    before_forward, after_forward = hooks.before_forward, hooks.after_forward
+    before_loss, after_loss = hooks.before_loss, hooks.after_loss
+    before_backward, after_backward = hooks.before_backward, hooks.after_backward
 
     def run(batch: Any, share: Any) -> Any:
         if not on_cpu:
             batch = to_device(batch, device)
         state.batch = batch if transforms is None else transforms(batch)
-        for call in hooks.before_forward:
+
+        # forward
+        for call in before_forward:
             call()
-        state.outputs = model(state.batch)
-        for call in hooks.after_forward:
+        state.outputs = forward(state.batch)
+        for call in after_forward:
             call()
-        for call in hooks.before_loss:
+
+        # loss
+        for call in before_loss:
             call()
-        state.loss = state.compute_loss(state.batch)
-        for call in hooks.after_loss:
+        loss = compute_loss(state.batch)
+        state.loss = loss if loss.__class__ is Tensor else _total_loss(state, loss, share)
+        for call in after_loss:
             call()
-        for call in hooks.before_backward:
+
+        # backward
+        for call in before_backward:
             call()
-        loss = state.loss if share is None else state.loss * share
+        loss = state.loss if share is None else _weighted(state.loss, share)
         backward(loss)
-        for call in hooks.after_backward:
+        for call in after_backward:
             call()
-        if metrics:
-            with torch.no_grad():
-                for metric in metrics.values():
-                    model.update_metric(state.batch, state.outputs, metric)
+        if metrics and not state.evaluation:  # each batch counts once
+            _update_metrics(model, state, metrics)
         return loss.detach()
 
     return run
+
+
+def _update_metrics(model: TrainableModel, state: State, metrics: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        outputs = model.eval_forward(state.batch, state.outputs)
+        for metric in metrics.values():
+            model.update_metric(state.batch, outputs, metric)
+
+
+def _total_loss(state: State, loss: Any, share: Any) -> Any:
+    """Return the loss to train on of several: their entry ``total``, else their sum; keep the parts to be logged."""
+    if isinstance(loss, Tensor) or (hasattr(loss, "backward") and hasattr(loss, "detach")):
+        return loss
+    if isinstance(loss, Mapping):
+        parts = dict(loss)
+    elif isinstance(loss, list | tuple):
+        parts = {str(index): part for index, part in enumerate(loss)}
+    else:
+        parts = {}
+    if not parts or not all(isinstance(part, Tensor) for part in parts.values()):
+        raise TrainerError(
+            f"loss: {type(state.model).__name__}.loss returned {loss!r:.80}, a {type(loss).__name__}. Expected a scalar tensor "
+            "attached to the graph, or a mapping or sequence of them. Do not call .item() or .detach() on it."
+        )
+    total = parts.pop("total", None)
+    for name, part in parts.items() if not state.evaluation else ():
+        value = part.detach() if share is None else _weighted(part.detach(), share)
+        state.loss_parts[name] = value if name not in state.loss_parts else state.loss_parts[name] + value
+    return sum(parts.values()) if total is None else total
 
 
 def _make_weigh(model: Any, data: DataSpec) -> Callable[[Any], Any]:
@@ -99,6 +151,24 @@ def _make_weigh(model: Any, data: DataSpec) -> Callable[[Any], Any]:
 
     def weigh(batch: Any) -> Any:
         weight = model.loss_weight(batch)
-        return data.get_num_samples_in_batch(batch) if weight is None else weight
+        if weight is None:
+            return data.get_num_samples_in_batch(batch)
+        # a number that lies on the host is read without waiting for a device
+        return weight.tolist() if isinstance(weight, Tensor) and weight.device.type == "cpu" else weight
 
     return weigh
+
+
+def _shares(weights: Sequence[Any]) -> list[Any]:
+    """Return each weight as a share of their sum; all zero where nothing counts."""
+    total = sum(weights[1:], start=weights[0])
+    if isinstance(total, Tensor):
+        return [torch.where(total > 0, weight / total, 0.0) for weight in weights]
+    return [weight / total if total else 0.0 for weight in weights]
+
+
+def _weighted(loss: Tensor, share: Any) -> Tensor:
+    """Return ``loss`` times ``share``; zero where nothing counts, even if the mean over nothing is not a number."""
+    if isinstance(share, Tensor):
+        return torch.where(share > 0, loss * share, torch.zeros_like(loss))
+    return loss * share if share else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)

@@ -6,10 +6,11 @@ A stream is a function of (seed, plugin id, batch, scope): adding a plugin, retr
 from __future__ import annotations
 
 import hashlib
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,3 +50,42 @@ def forked_randomness(*key: object) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def capture_randomness() -> Callable[[], None]:
+    """Remember the state of the global generators of Python, NumPy and torch (all devices); the result puts it back."""
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    module: Any = torch.get_device_module()
+    devices = list(range(torch.accelerator.device_count())) if torch.accelerator.is_available() else []
+    device_states = [module.get_rng_state(device) for device in devices]
+
+    def restore() -> None:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        for device, device_state in zip(devices, device_states, strict=True):
+            module.set_rng_state(device_state, device)
+
+    return restore
+
+
+def deterministic_mode() -> Callable[[], None]:
+    """Let torch refuse whatever is not deterministic, naming the operation; the result puts everything back.
+
+    On CUDA the environment variable that cuBLAS needs is set too; it counts only before its first use in the process.
+    """
+    held = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    held_cudnn = cudnn.benchmark, cudnn.deterministic
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    torch.use_deterministic_algorithms(True)
+    cudnn.benchmark, cudnn.deterministic = False, True
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    def restore() -> None:
+        torch.use_deterministic_algorithms(held[0], warn_only=held[1])
+        cudnn.benchmark, cudnn.deterministic = held_cudnn
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+    return restore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from kernel_core.data.spec import device_of, get_item, set_item
 from kernel_core.errors import TrainerError
 from kernel_core.timing import Progress, Time, Timestamp, TimeUnit, reader
+from kernel_core.train.precision import check_precision
 from kernel_core.train.randomness import SCOPES, Scope, keyed_generator
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from kernel_core.registry.base import Plugin
     from kernel_core.registry.plan import Plan
     from kernel_core.surgery import SurgeryReport
-    from kernel_core.train.evaluation import Evaluator
+    from kernel_core.train.evaluator import Evaluator
 
 
 class State:
@@ -32,18 +33,28 @@ class State:
         engine: Who runs backward and step.
         plan: Which plugin runs when.
         surgery_report: What plugins changed in the model.
-        device, precision, seed, run_name: As resolved by the trainer.
+        device, seed, run_name: As resolved by the trainer.
         dataloader, dataloader_label, dataloader_len: What is being read now; the length in batches, None if unknown.
         batch: The batch being worked on; inside ``before_forward`` … ``after_backward`` the microbatch on the device.
         outputs: What the model returned last.
         loss: The loss of the microbatch (attached), and at ``batch_end`` the detached mean over the batch.
+        loss_parts: Where ``loss`` of the model returns several: the detached mean of each over the batch, by name.
+        compute_outputs: ``batch -> outputs``: a forward pass of the model in the precision of the run.
+        compute_loss: ``batch -> loss`` of ``outputs`` for ``batch``: the one way a training loss is computed, in the
+            precision of the run. Algorithms that mix losses call it.
         train_metrics, eval_metrics: Metric objects by name, and by evaluator label and name.
         train_metric_values, eval_metric_values: What they last computed: name, or ``label/name``, to number or tensor.
         evaluators: The evaluators of the run.
         progress: The counters behind ``timestamp`` as plain numbers, for what reads them every batch.
         max_duration: When training ends.
-        iteration_length: Epochs in an iteration; None makes the whole run one.
-        device_train_microbatch_size: Rows in a microbatch; None for the whole batch.
+        microbatch: The number of the microbatch in its batch.
+        evaluation: How often the batch has been evaluated before, by an optimizer that does so more than once.
+        train_label: The middle part of ``metrics/<label>/<name>`` of the training metrics.
+        device_train_microbatch_size: Rows in a microbatch; None for the whole batch. With ``auto_microbatching`` the size
+            found so far.
+        auto_microbatching: Whether the size is looked for.
+        grad_accum: Microbatches in a batch, instead of a size.
+        interrupted: The number of the signal that ends the run after this step, None if there was none.
         eval_timestamp, predict_timestamp: Progress of the evaluation or prediction that is running.
     """
 
@@ -59,12 +70,15 @@ class State:
         precision: str = "fp32",
     ) -> None:
         self.model: Any = model
+        self.compute_outputs: Callable[[Any], Any]
+        self.compute_loss: Callable[[Any], Any]
         self.device = device
         self.seed = seed
         self.run_name = run_name
         self.engine = engine
         self.plan = plan
         self.precision = precision
+        self.bind_model(lambda function: function)
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.schedulers: tuple[Any, ...] = ()
         self.surgery_report: SurgeryReport
@@ -74,21 +88,83 @@ class State:
         self.batch: Any = None
         self.outputs: Any = None
         self.loss: Any = None
+        self.loss_parts: dict[str, Tensor] = {}
         self.microbatch = 0
+        self.evaluation = 0
         self.train_metrics: dict[str, Any] = {}
         self.eval_metrics: dict[str, dict[str, Any]] = {}
         self.train_metric_values: dict[str, Any] = {}
         self.eval_metric_values: dict[str, Any] = {}
         self.evaluators: list[Evaluator] = []
-        self.iteration_length: int | None = None
+        self.train_label = "train"
         self.device_train_microbatch_size: int | None = None
+        self.auto_microbatching = False
+        self.grad_accum: int | None = None
+        self.interrupted: int | None = None
         self.progress = Progress()
         self.eval_progress = Progress()
         self.predict_progress = Progress()
         self._max_duration: Time | None = None
         self._limit: float = float("inf")
         self._clock = reader(TimeUnit.BATCH)
+        self._iteration_length: Time | None = None
         self._stopped = False
+
+    @property
+    def precision(self) -> str:
+        """The number format of forward and loss. A plugin may set it in ``init``, not later.
+
+        Raises:
+            TrainerError: there is no such precision, or the device lacks it.
+        """
+        return self._precision
+
+    @precision.setter
+    def precision(self, value: str) -> None:
+        self._precision = check_precision(value, self.device)
+
+    def bind_model(self, cast: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Make ``compute_outputs`` and ``compute_loss`` those of the present model, computing as ``cast`` makes them."""
+        loss = cast(self.model.loss)
+        self.compute_outputs = cast(self.model)
+        self.compute_loss = lambda batch: loss(self.outputs, batch)
+
+    @property
+    def iteration_length(self) -> Time | None:
+        """Epochs or tokens in an iteration; None makes the whole run one.
+
+        Raises:
+            TrainerError: another unit, or nothing at all.
+        """
+        return self._iteration_length
+
+    @iteration_length.setter
+    def iteration_length(self, value: Time | str | int | None) -> None:
+        length = None if value is None else Time.from_input(value, TimeUnit.EPOCH)
+        if length is not None and (length.unit not in (TimeUnit.EPOCH, TimeUnit.TOKEN) or length.value < 1):
+            raise TrainerError(
+                f"iteration_length: got {length}. Expected at least one epoch or token, such as 2, '2ep' or '1e6tok'."
+            )
+        self._iteration_length = length
+
+    def iteration_in(self, unit: TimeUnit) -> int:
+        """Return the length of an iteration in ``unit``, 0 if it is not measured so."""
+        length = self._iteration_length
+        return int(length.value) if length is not None and length.unit is unit else 0
+
+    @property
+    def at_iteration_start(self) -> bool:
+        """Whether the next batch is the first of an iteration."""
+        progress = self.progress
+        if self.iteration_in(TimeUnit.TOKEN):
+            return progress.token_in_iteration == 0
+        return progress.epoch_in_iteration == 0 and progress.batch_in_epoch == 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the run cannot do without a count of tokens."""
+        limit = self._max_duration
+        return (limit is not None and limit.unit is TimeUnit.TOKEN) or bool(self.iteration_in(TimeUnit.TOKEN))
 
     @property
     def timestamp(self) -> Timestamp:
@@ -141,9 +217,15 @@ class State:
         """End training after the current batch."""
         self._stopped = True
 
+    def interrupt(self, signal: int) -> None:
+        """End training, evaluation or prediction after the current batch, because of a signal."""
+        self.interrupted = signal
+        self._stopped = True
+
     def resume_training(self) -> None:
-        """Take back ``stop_training``; called when ``fit`` begins."""
+        """Take back ``stop_training`` and ``interrupt``; called when work begins."""
         self._stopped = False
+        self.interrupted = None
 
     def get_elapsed_duration(self) -> Time | None:
         """Return the share of ``max_duration`` that has passed, None if there is none.
@@ -161,14 +243,6 @@ class State:
                 done += self.progress.batch_in_epoch / self.dataloader_len
             return Time(done / limit.value, TimeUnit.DURATION)
         return Time(float(self.progress.value(limit.unit)) / limit.value, TimeUnit.DURATION)
-
-    def compute_outputs(self, batch: Any) -> Any:
-        """Return the model's outputs for ``batch``, in the precision of the run: the one place of a training forward pass."""
-        return self.model(batch)
-
-    def compute_loss(self, batch: Any) -> Tensor:
-        """Return the model's loss of ``outputs`` for ``batch``: the one place where a training loss is computed."""
-        return self.model.loss(self.outputs, batch)  # type: ignore[no-any-return]
 
     def generator(
         self, plugin: Plugin, scope: Scope = "batch", *, sample: int | None = None, key: str = ""

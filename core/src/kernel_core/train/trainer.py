@@ -2,50 +2,62 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
+from kernel_core.data.loader import resumable_loader
 from kernel_core.data.spec import DataSpec
 from kernel_core.engine import Engine
-from kernel_core.errors import OptimizerError, SurgeryError, TrainerError
+from kernel_core.errors import Interrupted, TrainerError
 from kernel_core.logger import Logger
 from kernel_core.models import TrainableModel
-from kernel_core.optim.parameter_groups import (
-    OptimizerRequest,
-    ParameterGroups,
-    build_optimizers,
-    check_coverage,
-    check_reevaluation,
-    is_optimizer,
-)
+from kernel_core.optim.parameter_groups import OptimizerRequest
 from kernel_core.registry.base import LoggerDestination
+from kernel_core.registry.options import to_json
 from kernel_core.registry.plan import Plan, PlannedCall, build_plan, invoke
 from kernel_core.schedules import check_schedulers
-from kernel_core.surgery import StructureWatch, SurgeryReport, changed_paths, fingerprint, perform_surgery
-from kernel_core.timing import Time, TimeUnit
+from kernel_core.surgery import StructureWatch, SurgeryReport
+from kernel_core.timing import Time, Timestamp, TimeUnit
 from kernel_core.train.arguments import (
     Plugins,
     as_list,
-    check_positive,
+    check_fit,
+    check_iterations,
     check_run_name,
+    check_seed,
+    default_run_name,
     device_of,
     place,
     resolve_all,
     resolve_engine,
+    scale_schedule,
+    set_microbatches,
+    unwrap_compiled,
     with_defaults,
 )
-from kernel_core.train.evaluation import Evaluations, Evaluator, as_evaluators, check_subset, evaluate, predict
+from kernel_core.train.evaluation import Evaluations, evaluate
+from kernel_core.train.evaluator import Evaluator, Interval, as_evaluators, as_interval, check_subset
 from kernel_core.train.failure import annotate, call_all, raise_all
+from kernel_core.train.first_step import look_at_first_step
+from kernel_core.train.forward import Microbatch
+from kernel_core.train.interrupts import signals_noted
 from kernel_core.train.loop import training_steps
+from kernel_core.train.precision import default_precision
+from kernel_core.train.prediction import predict
+from kernel_core.train.randomness import deterministic_mode as _deterministic
 from kernel_core.train.randomness import seed_all
+from kernel_core.train.startup import bind_precision, init_plugins, load_hooks, make_instrument, prepare_model
 from kernel_core.train.state import State
+from kernel_core.train.step import make_step
 
 log = logging.getLogger(__name__)
 
@@ -57,25 +69,34 @@ class Trainer:
     optimizers are pointed at its parameters → ``wrap_optimizer`` → ``before_load`` → ``after_load``.
 
     Args:
-        model: What to train.
+        model: What to train; one that went through ``torch.compile`` is taken out of it and compiled after surgery.
         train_dataloader: A loader, DataSpec, or dict of DataSpec's arguments; may be given to ``fit`` instead.
-        max_duration: When to stop: epochs as an int, a time string such as ``"500ba"`` or ``"1h30m"``, or a Time.
-        eval_dataloader: A loader, DataSpec, Evaluator, or a sequence of Evaluators.
-        eval_interval: When to evaluate; 0 for never. What was not evaluated since the last batch is, at the end.
-        eval_subset_num_batches: For a bare ``eval_dataloader``: evaluate on the first batches only.
+        train_dataloader_label: The middle part of ``metrics/<label>/<name>`` for the training metrics.
         train_subset_num_batches: Cut every epoch to so many batches; -1 for whole epochs.
+        max_duration: When to stop: epochs as an int, a time string such as ``"500ba"`` or ``"1h30m"``, or a Time.
+        iteration_length: Epochs as an int, or epochs or tokens as a time, in an iteration; None makes the whole run one.
         optimizers: Ready optimizers, or functions that make one from the parameters; one or several.
         schedulers: torch's schedulers, or callables ``state -> multiplier``; one or several.
+        scale_schedule_ratio: Makes the run and its schedules so many times as long.
         step_schedulers_every_batch: How torch's schedulers are stepped; None means by epoch.
+        eval_dataloader: A loader, DataSpec, Evaluator, or a sequence of Evaluators.
+        eval_interval: When to evaluate: a time, epochs as an int, or a function ``(state, event) -> bool``; 0 for never.
+            What was not evaluated since the last batch is, at the end.
+        eval_subset_num_batches: For a bare ``eval_dataloader``: evaluate on the first batches only.
         plugins: Names, ``(name, options)`` and instances of algorithms, callbacks and loggers, or ``{name: options}``.
         algorithms, callbacks, loggers: The same, for one kind.
+        run_name: None takes the environment variable ``RUN_NAME``, or else makes a fresh one.
+        progress_bar: Use the plugin of that name if it is installed.
+        auto_log_hparams: Log these arguments as hyperparameters.
         parallelism: An engine: its name, ``{name: options}``, or an instance.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``mps``, …; None for the accelerator if there is one.
-        device_train_microbatch_size: Rows in a microbatch; None for the whole batch at once.
-        iteration_length: Epochs in an iteration; None makes the whole run one.
+        precision: ``fp32``, ``amp_bf16``, ``amp_fp16`` or ``amp_fp8``; None for what suits the device.
+        device_train_microbatch_size: Rows in a microbatch; None for the whole batch at once, ``"auto"`` for as many as fit.
+        grad_accum: Microbatches in a batch, instead of their size; ``"auto"`` as above.
+        compile_config: Arguments for ``torch.compile``, ``{}`` for its defaults; None leaves the model uncompiled.
         seed: For all randomness; None draws one.
-        run_name: None makes a fresh one.
-        progress_bar: Use the plugin of that name if it is installed.
+        deterministic_mode: Let torch refuse operations that are not deterministic.
+        python_log_level: Show what the kernel logs from this level on, such as ``"info"``.
         strict: Make surgery without effect an error.
 
     Raises:
@@ -97,195 +118,218 @@ class Trainer:
         *,
         model: TrainableModel,
         train_dataloader: Any = None,
-        max_duration: int | str | Time | None = None,
-        eval_dataloader: Any = None,
-        eval_interval: int | str | Time = 1,
-        eval_subset_num_batches: int = -1,
+        train_dataloader_label: str = "train",
         train_subset_num_batches: int = -1,
+        max_duration: int | str | Time | None = None,
+        iteration_length: int | str | Time | None = None,
         optimizers: OptimizerRequest | Sequence[OptimizerRequest] | None = None,
         schedulers: Any = None,
+        scale_schedule_ratio: float = 1.0,
         step_schedulers_every_batch: bool | None = None,
+        eval_dataloader: Any = None,
+        eval_interval: Interval = 1,
+        eval_subset_num_batches: int = -1,
         plugins: Plugins = None,
         algorithms: Plugins = None,
         callbacks: Plugins = None,
         loggers: Plugins = None,
-        parallelism: str | Mapping[str, Mapping[str, Any]] | Engine = "single",
-        device: str | torch.device | None = None,
-        device_train_microbatch_size: int | None = None,
-        iteration_length: int | None = None,
-        seed: int | None = None,
         run_name: str | None = None,
         progress_bar: bool = True,
+        auto_log_hparams: bool = False,
+        parallelism: str | Mapping[str, Mapping[str, Any]] | Engine = "single",
+        device: str | torch.device | None = None,
+        precision: str | None = None,
+        device_train_microbatch_size: int | Literal["auto"] | None = None,
+        grad_accum: int | Literal["auto"] | None = None,
+        compile_config: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        deterministic_mode: bool = False,
+        python_log_level: str | None = None,
         strict: bool = False,
     ) -> None:
-        if not isinstance(model, TrainableModel):
-            raise TrainerError(
-                f"model: got a {type(model).__name__}. Expected a TrainableModel, with forward(batch) and "
-                "loss(outputs, batch); Classifier(module) wraps a plain classifier."
-            )
-        check_positive("device_train_microbatch_size", device_train_microbatch_size)
-        check_positive("iteration_length", iteration_length)
+        given = {name: value for name, value in locals().items() if name != "self"}
+        model, compile_config = unwrap_compiled(model, compile_config)
         check_run_name(run_name)
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-            raise TrainerError(f"seed: got {seed!r}. Expected a whole number, or None.")
-        seed = secrets.randbelow(2**31) if seed is None else seed
+        seed = secrets.randbelow(2**31) if seed is None else check_seed(seed)
+        if python_log_level is not None:
+            logging.basicConfig()
+            logging.getLogger("kernel_core").setLevel(python_log_level.upper())
         seed_all(seed)
         asked = resolve_all(plugins, algorithms, callbacks, loggers)
         keywords = [name for name, wanted in {"progress_bar": progress_bar}.items() if wanted]
         self.plan: Plan = build_plan(with_defaults(asked, keywords))
+        place_on = device_of(model, device)
         self.state = State(
             place(model, device),
-            device=device_of(model, device),
+            device=place_on,
             seed=seed,
-            run_name=run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+            run_name=run_name or default_run_name(),
             engine=resolve_engine(parallelism),
             plan=self.plan,
+            precision=precision or default_precision(place_on),
         )
         self.surgery_report = self.state.surgery_report = SurgeryReport()
         destinations = [one.plugin for one in self.plan.plugins if isinstance(one.plugin, LoggerDestination)]
         self.logger = Logger(destinations, self.state.progress)
+        self._instrument = make_instrument(self.plan.calls("instrument"))
         self._hooks = self.plan.bind(self._guard, state=self.state, logger=self.logger)
         self._closed = False
         self._fitting = False
+        self._working = False
         self._begun: set[str] = set()  # plugins that had their init, so that only they are closed
         self._strict = strict
         self._train_subset_num_batches = train_subset_num_batches
         self._step_schedulers_every_batch = step_schedulers_every_batch
-        self._eval_interval = Time.from_input(eval_interval, TimeUnit.EPOCH)
+        self._eval_interval = as_interval(eval_interval)
+        self.state.train_label = train_dataloader_label
         self.state.max_duration = max_duration  # type: ignore[assignment]
-        self.state.iteration_length = iteration_length
-        self._check_iterations()
-        self.state.device_train_microbatch_size = device_train_microbatch_size
-        self.state.schedulers = tuple(as_list(schedulers))
+        self.state.iteration_length = iteration_length  # type: ignore[assignment]
+        check_iterations(self.state)
+        set_microbatches(self.state, device_train_microbatch_size, grad_accum)
+        self._set_schedulers(schedulers, scale_schedule_ratio)
         self.state.evaluators = as_evaluators(eval_dataloader, eval_subset_num_batches)
         self._data: DataSpec | None = None
         if train_dataloader is not None:
             self._set_train_data(train_dataloader)
         for evaluator in self.state.evaluators:
             evaluator.select(model.get_metrics(is_train=False))
+        self._restore_determinism = _deterministic() if deterministic_mode else None
         try:
-            self._start(as_list(optimizers))
+            self._start(as_list(optimizers), compile_config, given if auto_log_hparams else {})
         except BaseException as error:
             self._fail(error)
             raise
 
-    def _start(self, optimizers: list[OptimizerRequest]) -> None:
-        state, plan = self.state, self.plan
-        for active in plan.plugins:
-            active.plugin.check(state)
-        self._init_plugins()
-        ready = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
-        groups = ParameterGroups(state.model, ready)
-        perform_surgery(state, self._strict)
-        for call in plan.calls("model_transformed"):
-            invoke(call, {"model": state.model, "report": self.surgery_report})
-        state.model = state.engine.prepare(state.model, state.device)
-        groups.repoint(state.model, [change.path for change in self.surgery_report.changes])
-        made = build_optimizers(state.model, optimizers)
-        state.optimizers = tuple(self._wrap(optimizer) for optimizer in made)
-        if made:
-            check_coverage(state.model, state.optimizers)
-            check_reevaluation(state.optimizers, state.engine)
-        check_schedulers(state.schedulers)
-        state.train_metrics = state.model.get_metrics(is_train=True)
+    def _start(
+        self,
+        optimizers: list[OptimizerRequest],
+        compile_config: Mapping[str, Any] | None,
+        hparams: Mapping[str, Any],
+    ) -> None:
+        state = self.state
+        init_plugins(state, self.logger, self._begun.add)
+        self._precision = prepare_model(state, optimizers, compile_config, self._strict)
+        state.train_metrics = copy.deepcopy(state.model.get_metrics(is_train=True))
         for metric in state.train_metrics.values():
             if hasattr(metric, "to"):
                 metric.to(state.device)
+        self.local_hparams = {name: to_json(value) for name, value in hparams.items()}
         self.logger.log_hyperparameters(
             {
+                **self.local_hparams,
                 "run_name": state.run_name,
                 "seed": state.seed,
                 "device": str(state.device),
+                "precision": state.precision,
                 "engine": state.engine.name,
-                "plugins": [active.id for active in plan.plugins],
-                "plan_digest": plan.digest,
+                "plugins": [active.id for active in self.plan.plugins],
+                "plan_digest": self.plan.digest,
             }
         )
-        for name in ("before_load", "after_load"):
-            for bound in getattr(self._hooks, name):
-                bound()
+        load_hooks(self._hooks)
         self._watch = StructureWatch(state.model, self.surgery_report, self._strict)
         seed_all(state.seed)  # what plugins drew while they started must not shift what training draws
 
     def _guard(self, call: PlannedCall, hook: str, bound: Callable[[], Any]) -> Callable[[], Any]:
-        return self.logger.guard(self.plan.by_id(call.plugin).plugin, hook, bound)
+        guarded = self.logger.guard(self.plan.by_id(call.plugin).plugin, hook, bound)
+        return self._instrument(f"{call.plugin}.{hook}", guarded)
 
-    def _init_plugins(self) -> None:
-        before = fingerprint(self.state.model)
-        for call in self.plan.calls("init"):
-            self._begun.add(call.plugin)
-            invoke(call, {"state": self.state, "logger": self.logger})
-            if changed := changed_paths(before, fingerprint(self.state.model)):
-                raise SurgeryError(
-                    f"{call.plugin}: changed the model in init, at {changed[0] or 'its root'}. Surgery belongs in the hooks "
-                    "module_replacements or transform_model, where it is ordered, checked and reported."
-                )
-        self._begun |= {active.id for active in self.plan.plugins}
-
-    def _wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        for call in self.plan.calls("wrap_optimizer"):
-            wrapped = invoke(call, {"optimizer": optimizer, "state": self.state})
-            if wrapped is not None and not is_optimizer(wrapped):
-                raise OptimizerError(
-                    f"{call.plugin}.wrap_optimizer: returned {wrapped!r}. Expected an optimizer, or None."
-                )
-            optimizer = optimizer if wrapped is None else wrapped
-        return optimizer
+    def _set_schedulers(self, schedulers: Any, ratio: float) -> None:
+        self.state.schedulers = tuple(as_list(schedulers))
+        check_schedulers(self.state.schedulers)
+        scale_schedule(self.state, ratio)
 
     def _set_train_data(self, train_dataloader: Any) -> None:
-        self._data = DataSpec.of(train_dataloader)
-        self.state.dataloader = self._data.dataloader
-        self.state.dataloader_label = "train"
-        length, limit = self._data.num_batches, self._train_subset_num_batches
-        self.state.dataloader_len = length if limit < 0 else limit if length is None else min(length, limit)
+        state = self.state
+        self._data = data = DataSpec.of(train_dataloader)
+        data.dataloader, note = resumable_loader(data.dataloader, state.seed)
+        if note:
+            log.info("%s", note)
+        state.dataloader, state.dataloader_label = data.dataloader, state.train_label
+        length, limit = data.num_batches, self._train_subset_num_batches
+        state.dataloader_len = length if limit < 0 else limit if length is None else min(length, limit)
 
-    def fit(self, train_dataloader: Any = None, *, duration: int | str | Time | None = None) -> None:
+    def fit(self, train_dataloader: Any = None, **arguments: Any) -> None:
         """Train until ``max_duration``. May be called again.
 
         Args:
             train_dataloader: Train on this from now on.
-            duration: Train for so much more, whatever was trained before.
+            arguments: Those of ``steps``.
 
         Raises:
             TrainerError: there is no loader, optimizer or duration, or the trainer is closed.
+            Interrupted: a signal ended the run early, in order.
         """
-        for _ in self.steps(train_dataloader, duration=duration):
+        for _ in self.steps(train_dataloader, **arguments):
             pass
 
-    def steps(self, train_dataloader: Any = None, *, duration: int | str | Time | None = None) -> Iterator[None]:
-        """Train one batch each time the iterator is advanced; the arguments are those of ``fit``.
+    def steps(
+        self,
+        train_dataloader: Any = None,
+        *,
+        train_dataloader_label: str | None = None,
+        train_subset_num_batches: int | None = None,
+        duration: int | str | Time | None = None,
+        reset_time: bool = False,
+        schedulers: Any = None,
+        scale_schedule_ratio: float = 1.0,
+        step_schedulers_every_batch: bool | None = None,
+        eval_dataloader: Any = None,
+        eval_subset_num_batches: int = -1,
+        eval_interval: Interval | None = None,
+        device_train_microbatch_size: int | Literal["auto"] | None = None,
+        precision: str | None = None,
+    ) -> Iterator[None]:
+        """Train one batch each time the iterator is advanced.
 
         An exception is passed to ``fit_failed``, the trainer closes, and the exception goes on.
-        """
-        steps = self._prepare_fit(train_dataloader, duration)
-        try:
-            yield from steps
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._fail(error)
-            raise
 
-    def _prepare_fit(self, train_dataloader: Any, duration: int | str | Time | None) -> Iterator[None]:
-        """Check what ``fit`` was given, before anything begins, and return the loop."""
+        Args:
+            train_dataloader: Train on this from now on.
+            train_dataloader_label, train_subset_num_batches, schedulers, scale_schedule_ratio, step_schedulers_every_batch,
+                eval_dataloader, eval_subset_num_batches, eval_interval, device_train_microbatch_size, precision: As for
+                ``Trainer``, from now on; None keeps what holds.
+            duration: Train for so much more, whatever was trained before.
+            reset_time: Count from zero again; weights and optimizer state stay.
+        """
         state = self.state
         self._refuse_closed("fit")
+        if train_dataloader_label is not None:
+            state.train_label = train_dataloader_label
+        if train_subset_num_batches is not None:
+            self._train_subset_num_batches = train_subset_num_batches
+        if reset_time:
+            state.progress.restore(Timestamp())
         if train_dataloader is not None:
             self._set_train_data(train_dataloader)
             state.progress.restart_epoch()  # the place in the old loader means nothing in the new one
-        if self._data is None:
-            raise TrainerError("fit: no train_dataloader. Give one to Trainer or to fit.")
-        if not state.optimizers:
-            raise TrainerError(
-                "fit: no optimizer. Give Trainer optimizers=torch.optim.AdamW(model.parameters(), lr=...), or a function "
-                "of the parameters that makes one."
-            )
+        elif train_subset_num_batches is not None and self._data is not None:
+            self._set_train_data(self._data)
         if duration is not None:
             more = Time.from_input(duration, TimeUnit.EPOCH)
             state.max_duration = Time(state.progress.value(more.unit) // 1, more.unit) + more
-        if state.max_duration is None:
-            raise TrainerError("fit: no max_duration. Give one to Trainer, or fit(duration=...).")
-        self._check_iterations()
+        if schedulers is not None or scale_schedule_ratio != 1.0:
+            self._set_schedulers(state.schedulers if schedulers is None else schedulers, scale_schedule_ratio)
+        if step_schedulers_every_batch is not None:
+            self._step_schedulers_every_batch = step_schedulers_every_batch
+        if eval_dataloader is not None:
+            state.evaluators = as_evaluators(eval_dataloader, eval_subset_num_batches)
+        if eval_interval is not None:
+            self._eval_interval = as_interval(eval_interval)
+        if device_train_microbatch_size is not None:
+            set_microbatches(state, device_train_microbatch_size, None)
+        if precision is not None:
+            state.precision = precision
+        if state.precision != self._precision.name:
+            self._precision = bind_precision(state)
+        return self._run_steps(self._prepare_fit())
+
+    def _prepare_fit(self) -> Iterator[None]:
+        """Check what there is before anything begins, and return the loop."""
+        state, data = self.state, self._data
+        check_fit(state, data)
+        assert data is not None  # else check_fit raised
+        state.dataloader, state.dataloader_label = data.dataloader, state.train_label
         state.resume_training()
         if state.stopped:
             log.warning("fit: max_duration=%s is reached already; nothing is trained.", state.max_duration)
@@ -294,15 +338,52 @@ class Trainer:
                 group.setdefault("initial_lr", group["lr"])
         for evaluator in state.evaluators:
             check_subset(evaluator)
-        evaluations = Evaluations(state, self._hooks, self.logger, self._eval_interval)
-        by_batch = bool(self._step_schedulers_every_batch)
-        self._fitting = True
-        return training_steps(state, self._hooks, self.logger, self._data, evaluations, self._watch, by_batch)
+        run_evaluators = self._instrument("evaluation", self._evaluate)
+        return training_steps(
+            state,
+            self._hooks,
+            self.logger,
+            data,
+            Evaluations(state, run_evaluators, self._eval_interval),
+            self._watch,
+            make_step(state, self._hooks, self.logger, data, self._precision, self._instrument),
+            self._instrument("data", next),
+            bool(self._step_schedulers_every_batch),
+        )
 
-    def _check_iterations(self) -> None:
-        limit = self.state.max_duration
-        if limit is not None and limit.unit is TimeUnit.ITERATION and self.state.iteration_length is None:
-            raise TrainerError(f"max_duration: {limit} counts iterations. Give Trainer iteration_length=<epochs>.")
+    def _run_steps(self, steps: Iterator[None]) -> Iterator[None]:
+        self._fitting = True
+        try:
+            with self._work():
+                for _ in islice(steps, 1):
+                    look_at_first_step(self.state, self.logger)
+                    yield
+                yield from steps
+        except (GeneratorExit, Interrupted):
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        """Note signals inside the block; after one, close in order and raise ``Interrupted``."""
+        if self._working:  # inside another such block, which sees to it
+            yield
+            return
+        self._working, self.state.interrupted = True, None
+        try:
+            with signals_noted(self.state):
+                yield
+        finally:
+            self._working = False
+        if self.state.interrupted is not None:
+            log.warning("the run %r ended after batch %d.", self.state.run_name, self.state.progress.batch)
+            self.close()
+            raise Interrupted(self.state.interrupted)
+
+    def _evaluate(self, evaluators: Sequence[Evaluator], subset_num_batches: int | None = None) -> None:
+        evaluate(self.state, self._hooks, self.logger, self._precision, evaluators, subset_num_batches)
 
     def _refuse_closed(self, what: str) -> None:
         if self._closed:
@@ -331,25 +412,48 @@ class Trainer:
             check_subset(evaluator, subset_num_batches)
         limit = None if subset_num_batches < 0 else subset_num_batches
         try:
-            for call in self._hooks.eval_standalone_start:
-                call()
-            evaluate(self.state, self._hooks, self.logger, evaluators, limit)
-            for call in self._hooks.eval_standalone_end:
-                call()
+            with self._work():
+                for call in self._hooks.eval_standalone_start:
+                    call()
+                self._evaluate(evaluators, limit)
+                for call in self._hooks.eval_standalone_end:
+                    call()
         except BaseException as error:
-            annotate(error, self.state)
+            self._tell(error)
             raise
         labels = {evaluator.label for evaluator in evaluators}
         values = self.state.eval_metric_values
         return {name: value for name, value in values.items() if name.partition("/")[0] in labels}
 
-    def predict(self, dataloader: Any, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
-        """Return the model's outputs for each batch, on the CPU; an empty list without ``return_outputs``."""
+    def predict(
+        self,
+        dataloader: Any,
+        subset_num_batches: int = -1,
+        *,
+        return_outputs: bool = True,
+        device_microbatch_size: int | Literal["auto"] | None = None,
+    ) -> list[Any]:
+        """Return the model's outputs for each batch.
+
+        Args:
+            dataloader: A loader or DataSpec.
+            subset_num_batches: The first batches only; -1 for all.
+            return_outputs: Without it nothing is kept, for plugins that take the outputs in ``predict_batch_end``.
+            device_microbatch_size: Rows in a forward pass; None for the whole batch, ``"auto"`` for as many as fit.
+
+        Returns:
+            One entry for each batch, on the CPU; an empty list without ``return_outputs``.
+        """
         self._refuse_closed("predict")
+        microbatch = Microbatch.of(device_microbatch_size, "device_microbatch_size")
+        data = DataSpec.of(dataloader)
         try:
-            return predict(self.state, self._hooks, DataSpec.of(dataloader), subset_num_batches, return_outputs)
+            with self._work():
+                return predict(
+                    self.state, self._hooks, self._precision, data, subset_num_batches, return_outputs, microbatch
+                )
         except BaseException as error:
-            annotate(error, self.state)
+            self._tell(error)
             raise
 
     def close(self) -> None:
@@ -369,15 +473,20 @@ class Trainer:
         errors = call_all([partial(invoke, call, arguments) for call in calls])
         for error in errors:
             annotate(error, self.state)
+        if self._restore_determinism is not None:
+            self._restore_determinism()
         return errors + call_all([self.state.engine.close])
+
+    def _tell(self, error: BaseException) -> list[BaseException]:
+        """Say in ``error`` where it happened, and tell the plugins; return what they raised."""
+        annotate(error, self.state)
+        arguments = {"state": self.state, "error": error}
+        return call_all([partial(invoke, call, arguments) for call in self.plan.calls("fit_failed")])
 
     def _fail(self, error: BaseException) -> None:
         """Tell the plugins, close, and raise everything together if that fails too."""
         annotate(error, self.state)
-        calls = self.plan.calls("fit_failed") if self._fitting else ()
-        later = (
-            call_all([partial(invoke, call, {"state": self.state, "error": error}) for call in calls]) + self._close()
-        )
+        later = (self._tell(error) if self._fitting else []) + self._close()
         if later:
             raise BaseExceptionGroup("the run failed, and so did closing it", [error, *later])
 

@@ -1,0 +1,144 @@
+"""Forward passes over a loader without gradients: what evaluation and prediction share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from kernel_core.data.spec import DataSpec, to_device
+from kernel_core.errors import TrainerError
+from kernel_core.timing import Progress
+from kernel_core.train.snapshot import is_out_of_memory
+from kernel_core.train.state import State
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Microbatch:
+    """How many rows go through the model at once.
+
+    Attributes:
+        rows: None for the whole batch.
+        auto: Halve ``rows`` when memory runs out.
+    """
+
+    rows: int | None = None
+    auto: bool = False
+
+    @classmethod
+    def of(cls, size: int | Literal["auto"] | None, argument: str) -> Microbatch:
+        """Read what a user may give.
+
+        Raises:
+            TrainerError: it is neither a size, "auto" nor None.
+        """
+        if size == "auto":
+            return cls(None, True)
+        check_size(argument, size)
+        return cls(size)
+
+    def shrink(self, error: Exception, rows: int, what: str) -> None:
+        """Halve the size, or raise ``error`` if it is another one, or the size is fixed or one."""
+        if not (self.auto and is_out_of_memory(error)) or (self.rows or rows) <= 1:
+            raise error
+        self.rows = (self.rows or rows) // 2
+        log.warning("%s: out of memory; trying microbatches of %d rows.", what, self.rows)
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+
+def check_size(argument: str, size: Any) -> None:
+    """Refuse anything but a whole number of at least 1, or None."""
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise TrainerError(f"{argument}: got {size!r}. Expected a whole number of at least 1, or None.")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a loader.
+
+    Attributes:
+        data, limit: What to read; at most ``limit`` batches if that is not negative.
+        progress: Counts what was read.
+        prefix: ``eval`` or ``predict``: whose hooks fire.
+        forward: ``microbatch -> outputs``.
+        microbatch: How many rows at once.
+        take: Gets the outputs of each microbatch; ``state.batch`` is that microbatch.
+        hold: Called before a batch that may run out of memory; what it returns takes back all that ``take`` did since.
+        finish_batch: Called when all microbatches of a batch are taken.
+    """
+
+    data: DataSpec
+    limit: int
+    progress: Progress
+    prefix: str
+    forward: Callable[[Any], Any]
+    microbatch: Microbatch
+    take: Callable[[Any], None]
+    hold: Callable[[], Callable[[], None]]
+    finish_batch: Callable[[], None] = lambda: None
+
+
+def run_pass(state: State, hooks: SimpleNamespace, job: Pass) -> bool:
+    """Run every batch; say whether the end was reached: False if a signal ended it early."""
+    data, on_cpu = job.data, state.device.type == "cpu"
+    batch_start, batch_end = getattr(hooks, f"{job.prefix}_batch_start"), getattr(hooks, f"{job.prefix}_batch_end")
+    run_batch = _make_run_batch(state, hooks, job)
+    for batch in islice(iter(data.dataloader), None if job.limit < 0 else job.limit):
+        started = time.perf_counter()
+        if data.batch_transforms is not None:
+            batch = data.batch_transforms(batch)
+        num_samples, num_tokens = data.get_num_samples_in_batch(batch), data.get_num_tokens_in_batch(batch)
+        state.batch = batch if on_cpu else to_device(batch, state.device)
+        for call in batch_start:
+            call()
+        run_batch()
+        job.finish_batch()
+        job.progress.finish_batch(num_samples, num_tokens, time.perf_counter() - started)
+        for call in batch_end:
+            call()
+        if state.interrupted is not None:
+            return False
+    return True
+
+
+def _make_run_batch(state: State, hooks: SimpleNamespace, job: Pass) -> Callable[[], None]:
+    before, after = getattr(hooks, f"{job.prefix}_before_forward"), getattr(hooks, f"{job.prefix}_after_forward")
+    data, microbatch, transforms = job.data, job.microbatch, job.data.microbatch_transforms
+
+    def run_microbatches(batch: Any) -> None:
+        parts: Sequence[Any] = [batch] if microbatch.rows is None else data.split_batch(batch, microbatch.rows)
+        for part in parts:
+            state.batch = part if transforms is None else transforms(part)
+            for call in before:
+                call()
+            state.outputs = job.forward(state.batch)
+            for call in after:
+                call()
+            job.take(state.outputs)
+
+    def run_batch() -> None:
+        batch = state.batch
+        take_back = job.hold() if microbatch.auto else None
+        while True:
+            try:
+                run_microbatches(batch)
+                break
+            except Exception as error:
+                rows = data.get_num_samples_in_batch(batch)
+                microbatch.shrink(error, rows, f"{job.prefix} {state.dataloader_label}")
+            assert take_back is not None  # else shrink raised
+            take_back()
+            state.outputs = None
+        if microbatch.rows is not None:
+            state.batch = batch
+
+    return run_batch

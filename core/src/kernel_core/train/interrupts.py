@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM while a trainer works: end at the next step boundary, or at once when asked twice."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from kernel_core.errors import Interrupted
+from kernel_core.train.state import State
+
+log = logging.getLogger(__name__)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def signals_noted(state: State) -> Iterator[None]:
+    """Inside the block the first SIGINT or SIGTERM only sets ``state.interrupted``; a second one stops at once.
+
+    The handlers that were there are put back. Outside the main thread Python allows no handlers, and nothing is done.
+
+    Raises:
+        KeyboardInterrupt, Interrupted: inside the block, at the second signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if state.interrupted is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise Interrupted(number)
+        state.interrupt(number)
+        name = signal.Signals(number).name
+        log.warning("%s: the run ends after the step it is in. Once more, and it stops at once.", name)
+
+    held: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    mine = {number for number, handler in held.items() if handler is not None}  # None: set by C code, not ours to move
+    for number in mine:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, held[number])
+
+
+def raise_if_interrupted(state: State) -> None:
+    """Turn a noted signal into its exception.
+
+    Raises:
+        Interrupted: a signal was noted.
+    """
+    if state.interrupted is not None:
+        raise Interrupted(state.interrupted)

@@ -1,0 +1,84 @@
+"""Prediction: the outputs of a model for every batch of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_core.data.spec import DataSpec, to_device
+from kernel_core.timing import Progress
+from kernel_core.train.forward import Microbatch, Pass, run_pass
+from kernel_core.train.precision import Precision
+from kernel_core.train.randomness import forked_randomness
+from kernel_core.train.state import State
+
+
+def predict(
+    state: State,
+    hooks: SimpleNamespace,
+    precision: Precision,
+    data: DataSpec,
+    subset_num_batches: int,
+    return_outputs: bool,
+    microbatch: Microbatch,
+) -> list[Any]:
+    """Return the outputs of each batch on the CPU, those of its microbatches put together."""
+    held = (state.dataloader, state.dataloader_label, state.dataloader_len, state.batch, state.outputs)
+    modes = [(module, module.training) for module in state.model.modules()]
+    state.dataloader, state.dataloader_label, state.dataloader_len = data.dataloader, "predict", data.num_batches
+    progress = state.predict_progress = Progress()
+    state.model.eval()
+    outputs: list[Any] = []
+    parts: list[Any] = []
+    cpu = torch.device("cpu")
+
+    def take(part: Any) -> None:
+        if return_outputs:
+            parts.append(to_device(part, cpu))
+
+    def finish_batch() -> None:
+        if parts:
+            outputs.append(concatenate(parts))
+            parts.clear()
+
+    def hold() -> Callable[[], None]:
+        return parts.clear
+
+    try:
+        with forked_randomness(state.seed, "predict"), torch.no_grad():
+            for call in hooks.predict_start:
+                call()
+            forward = precision.cast(state.model)
+            job = Pass(data, subset_num_batches, progress, "predict", forward, microbatch, take, hold, finish_batch)
+            run_pass(state, hooks, job)
+            for call in hooks.predict_end:
+                call()
+    finally:
+        for module, training in modes:
+            module.training = training
+        state.dataloader, state.dataloader_label, state.dataloader_len, state.batch, state.outputs = held
+    return outputs
+
+
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Return the outputs of several microbatches as those of one batch: tensors along their first dimension.
+
+    Args:
+        parts: Of one structure. What is no tensor with rows, mapping or sequence of such is returned as a list of all.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        joined = {key: concatenate([part[key] for part in parts]) for key in first}
+        return joined if type(first) is dict else type(first)(joined)  # type: ignore[call-arg]
+    if isinstance(first, list | tuple):
+        columns = [concatenate(column) for column in zip(*parts, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    return list(parts)

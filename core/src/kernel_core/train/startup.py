@@ -1,0 +1,117 @@
+"""From a model and a plan to a run that can be trained, in the order of the design."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kernel_core.errors import OptimizerError, SurgeryError
+from kernel_core.logger import Logger
+from kernel_core.optim.parameter_groups import (
+    OptimizerRequest,
+    ParameterGroups,
+    build_optimizers,
+    check_coverage,
+    check_reevaluation,
+    is_optimizer,
+)
+from kernel_core.registry.plan import PlannedCall, invoke
+from kernel_core.schedules import check_schedulers
+from kernel_core.surgery import changed_paths, fingerprint, perform_surgery
+from kernel_core.train.precision import Precision
+from kernel_core.train.state import State
+
+
+def init_plugins(state: State, logger: Logger, begin: Callable[[str], None]) -> None:
+    """Check every plugin against the run, then fire ``init``.
+
+    Args:
+        begin: Told the id of each plugin before its turn.
+
+    Raises:
+        ConflictError: a plugin cannot work in this run.
+        SurgeryError: a plugin changed the model, which is what the surgery hooks are for.
+    """
+    for active in state.plan.plugins:
+        active.plugin.check(state)
+    before = fingerprint(state.model)
+    for call in state.plan.calls("init"):
+        begin(call.plugin)
+        invoke(call, {"state": state, "logger": logger})
+        if changed := changed_paths(before, fingerprint(state.model)):
+            raise SurgeryError(
+                f"{call.plugin}: changed the model in init, at {changed[0] or 'its root'}. Surgery belongs in the hooks "
+                "module_replacements or transform_model, where it is ordered, checked and reported."
+            )
+    for active in state.plan.plugins:
+        begin(active.id)
+
+
+def prepare_model(
+    state: State, optimizers: list[OptimizerRequest], compile_config: Mapping[str, Any] | None, strict: bool
+) -> Precision:
+    """Surgery, compilation, the engine; then the optimizers for the parameters there are in the end.
+
+    Returns:
+        The precision that ``state.compute_outputs`` and ``state.compute_loss`` use from now on.
+
+    Raises:
+        SurgeryError, OptimizerError: something in the model or the optimizers does not fit.
+    """
+    ready = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
+    groups = ParameterGroups(state.model, ready)
+    perform_surgery(state, strict)
+    for call in state.plan.calls("model_transformed"):
+        invoke(call, {"model": state.model, "report": state.surgery_report})
+    if compile_config is not None:
+        state.model.compile(**compile_config)  # in place: the module tree and its names stay
+    state.model = state.engine.prepare(state.model, state.device)
+    groups.repoint(state.model, [change.path for change in state.surgery_report.changes])
+    made = build_optimizers(state.model, optimizers)
+    state.optimizers = tuple(_wrap(optimizer, state) for optimizer in made)
+    if made:
+        check_coverage(state.model, state.optimizers)
+    check_schedulers(state.schedulers)
+    return bind_precision(state)
+
+
+def bind_precision(state: State) -> Precision:
+    """Make the precision that ``state.precision`` names, and let the model compute in it.
+
+    Raises:
+        OptimizerError: an optimizer evaluates more than once, which loss scaling does not allow.
+    """
+    contexts = state.plan.call("precision_context", state=state)
+    precision = Precision(state.precision, state.device, contexts)
+    check_reevaluation(state.optimizers, state.engine, precision)
+    state.bind_model(precision.cast)
+    return precision
+
+
+def _wrap(optimizer: torch.optim.Optimizer, state: State) -> torch.optim.Optimizer:
+    for call in state.plan.calls("wrap_optimizer"):
+        wrapped = invoke(call, {"optimizer": optimizer, "state": state})
+        if wrapped is not None and not is_optimizer(wrapped):
+            raise OptimizerError(f"{call.plugin}.wrap_optimizer: returned {wrapped!r}. Expected an optimizer, or None.")
+        optimizer = optimizer if wrapped is None else wrapped
+    return optimizer
+
+
+def make_instrument(calls: tuple[PlannedCall, ...]) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
+    """Return ``instrument(part, call)``, which puts around ``call`` what the plugins answer to the hook of that name."""
+
+    def instrument(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        for planned in calls:
+            call = invoke(planned, {"part": part, "call": call}) or call
+        return call
+
+    return instrument
+
+
+def load_hooks(hooks: SimpleNamespace) -> None:
+    """Fire the hooks around loading."""
+    for call in (*hooks.before_load, *hooks.after_load):
+        call()

@@ -1,0 +1,1 @@
+"""Train in mixed precision, in the format that suits the hardware."""

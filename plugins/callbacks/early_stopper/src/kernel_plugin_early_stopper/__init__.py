@@ -1,0 +1,1 @@
+"""Stop training when a metric no longer gets better."""

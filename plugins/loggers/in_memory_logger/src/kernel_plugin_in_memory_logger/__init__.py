@@ -1,0 +1,1 @@
+"""Keep everything that is logged in memory, as time series by metric."""
