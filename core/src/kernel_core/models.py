@@ -64,18 +64,18 @@ class Classifier(TrainableModel):
     Args:
         module: Maps inputs (B, ...) to scores (B, K).
         num_classes: K; needed for the default metrics.
-        loss_fn: Maps (scores (B, K), targets (B,)) to a scalar mean; the default is cross entropy.
         train_metrics, val_metrics: torchmetrics objects by name. The default is accuracy if ``num_classes`` is given and
             torchmetrics is installed.
+        loss_fn: Maps (scores (B, K), targets (B,)) to a scalar mean; the default is cross entropy.
     """
 
     def __init__(
         self,
         module: nn.Module,
         num_classes: int | None = None,
-        loss_fn: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
         train_metrics: dict[str, Any] | None = None,
         val_metrics: dict[str, Any] | None = None,
+        loss_fn: Callable[..., Tensor] = nn.functional.cross_entropy,
     ) -> None:
         super().__init__()
         self.module = module
@@ -88,9 +88,11 @@ class Classifier(TrainableModel):
         """Return scores (B, K)."""
         return self.module(batch[0])  # type: ignore[no-any-return]
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        """Return the mean of ``loss_fn`` over the batch."""
-        return self.loss_fn(outputs, batch[1])
+    def loss(self, outputs: Tensor, batch: Any, reduction: str = "mean") -> Tensor:
+        """Return the mean of ``loss_fn`` over the batch, or with ``reduction="none"`` the loss of each row (B,)."""
+        if reduction == "mean":
+            return self.loss_fn(outputs, batch[1])
+        return self.loss_fn(outputs, batch[1], reduction=reduction)
 
     def get_metrics(self, is_train: bool) -> dict[str, Any]:
         """Return the metrics given to the constructor, else accuracy."""

@@ -243,6 +243,8 @@ def _call(section: str, config: Mapping[str, Any], functions: Mapping[str, Calla
     try:
         return function(*bound.args, **bound.kwargs)
     except ModuleNotFoundError as error:
+        if error.name is None:
+            raise
         raise PluginLoadError(
             f"{section}: {config[section]['name']} needs the module {error.name!r}, which is not installed. "
             f"Install it: pip install {error.name}."

@@ -338,7 +338,7 @@ def get_item(batch: Any, key: Any) -> Any:
 def set_item(batch: Any, key: Any, value: Any) -> Any:
     """Return a shallow copy of ``batch`` with a part set by index, key, or a pair of functions (getter, setter)."""
     if isinstance(key, tuple) and len(key) == 2 and callable(key[1]):
-        return key[1](batch, value)
+        return key[1](copy.copy(batch), value)  # a setter may write into it
     if isinstance(batch, tuple):
         items = list(batch)
         items[key] = value

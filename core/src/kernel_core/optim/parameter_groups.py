@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from kernel_core.engine import Engine
 from kernel_core.errors import OptimizerError, SurgeryError
+from kernel_core.optim.decoupled import DecoupledAdamW, DecoupledSGDW
 
 if TYPE_CHECKING:
     from kernel_core.train.precision import Precision
@@ -21,24 +22,24 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 OptimizerRequest = Optimizer | OptimizerFactory
 
 
+def _optimizer_classes() -> dict[str, type[Optimizer]]:
+    """Return torch's optimizers and the kernel's, by class name in lower case."""
+    classes = [*vars(torch.optim).values(), DecoupledAdamW, DecoupledSGDW]
+    return {
+        cls.__name__.lower(): cls
+        for cls in classes
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
+    }
+
+
 def optimizer_names() -> list[str]:
     """Return the names that ``optimizer_by_name`` knows."""
-    classes = (
-        value for value in vars(torch.optim).values() if isinstance(value, type) and issubclass(value, Optimizer)
-    )
-    return sorted(cls.__name__.lower() for cls in classes if cls is not Optimizer)
+    return sorted(_optimizer_classes())
 
 
 def optimizer_by_name(name: str) -> Callable[..., Optimizer] | None:
-    """Return torch's optimizer of that name in any case, such as ``adamw`` or ``SGD``; None if there is none."""
-    for attribute, value in vars(torch.optim).items():
-        if (
-            attribute.lower() == name.lower().replace("_", "")
-            and isinstance(value, type)
-            and issubclass(value, Optimizer)
-        ):
-            return value if value is not Optimizer else None
-    return None
+    """Return the optimizer of that name in any case, such as ``adamw``, ``SGD`` or ``decoupled_adamw``; None if there is none."""
+    return _optimizer_classes().get(name.lower().replace("_", ""))
 
 
 class ParameterGroups:

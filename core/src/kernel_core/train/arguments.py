@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -202,16 +203,15 @@ def scale_schedule(state: State, ratio: float) -> None:
             f"scale_schedule_ratio: got {ratio}, and there is no scheduler. Expected at least one; without one, give another "
             "max_duration."
         )
+    limit = state.max_duration
+    scaled = None if limit is None else Time(math.floor(limit.value * ratio + 1e-6), limit.unit)  # 0.29 of 100 is 29
+    if scaled is not None and not scaled.value:
+        raise TrainerError(f"scale_schedule_ratio: {ratio} of max_duration={limit} is nothing. Give a larger one.")
     stepped, schedules = split_schedules(state.schedulers, ratio)
     for scheduler in stepped:
         scale_torch_scheduler(scheduler, ratio)
     state.schedulers = (*stepped, *schedules)
-    limit = state.max_duration
-    if limit is not None:
-        scaled = int(limit.value * ratio)
-        if not scaled:
-            raise TrainerError(f"scale_schedule_ratio: {ratio} of max_duration={limit} is nothing. Give a larger one.")
-        state.max_duration = Time(scaled, limit.unit)
+    state.max_duration = scaled
 
 
 def check_iterations(state: State) -> None:
@@ -242,10 +242,11 @@ def check_fit(state: State, data: DataSpec | None) -> None:
     if limit is None:
         raise TrainerError("fit: no max_duration. Give one to Trainer, or fit(duration=...).")
     check_iterations(state)
-    if limit.unit is TimeUnit.EPOCH and state.dataloader_len is None:
+    if limit.unit is TimeUnit.EPOCH and state.dataloader_len is None and data.epoch_share(0, 0) is None:
         raise TrainerError(
             f"max_duration: {limit} counts epochs, and train_dataloader has no length, so nobody can say when an epoch ends. "
-            "Give max_duration in batches, samples or tokens, such as '1000ba', or train_subset_num_batches=<batches>."
+            "Give max_duration in batches, samples or tokens, such as '1000ba', or train_subset_num_batches=<batches>, or, if "
+            "the loader does end, DataSpec(loader, num_samples=<samples>)."
         )
     size, rows = state.device_train_microbatch_size, getattr(data.dataloader, "batch_size", None)
     rows = getattr(getattr(data.dataloader, "batch_sampler", None), "batch_size", rows) if rows is None else rows

@@ -6,7 +6,7 @@ Every phase opens with its hook. A hook nobody answers is an empty tuple, so its
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from kernel_core.data.loader import begin_epoch
+from kernel_core.data.prefetch import DevicePrefetcher, safe_depth
 from kernel_core.data.spec import DataSpec
 from kernel_core.errors import DataError
 from kernel_core.logger import Logger
@@ -51,11 +52,7 @@ def training_steps(
         step_schedulers_every_batch: Whether torch's schedulers are stepped by batch or by epoch.
     """
     progress, optimizers = state.progress, state.optimizers
-    count_samples, count_tokens, transform = (
-        data.get_num_samples_in_batch,
-        data.get_num_tokens_in_batch,
-        data.batch_transforms,
-    )
+    count_samples, count_tokens = data.get_num_samples_in_batch, data.get_num_tokens_in_batch
     torch_schedulers, schedules = split_schedules(state.schedulers)
     counts_tokens = state.counts_tokens
     epochs_in_iteration = state.iteration_in(TimeUnit.EPOCH)
@@ -77,7 +74,7 @@ def training_steps(
             watch.look(f"epoch {progress.epoch}")
             for call in hooks.epoch_start:
                 call()
-        batches = _batches(data.dataloader, state)
+        batches = _batches(data, state)
         while not state.stopped:
             if tokens_in_iteration:
                 announced = _start_iteration(state, hooks, announced)
@@ -93,8 +90,6 @@ def training_steps(
                         "Give a loader that can be read anew each epoch and is not empty."
                     )
                 break
-            if transform is not None:
-                batch = transform(batch)
             num_samples, num_tokens = count_samples(batch), count_tokens(batch)
             if counts_tokens and not num_tokens:
                 raise DataError(
@@ -106,10 +101,10 @@ def training_steps(
                 call()
 
             # step: forward, loss and backward of every microbatch, then the optimizers
-            for call in batch_start:
-                call()
             if schedules:
                 apply_schedules(state, schedules)
+            for call in batch_start:
+                call()
             state.loss = step()
 
             # end of the step: time moves, then everybody looks at the result
@@ -182,11 +177,14 @@ def _finish_iteration(state: State, hooks: SimpleNamespace, evaluations: Evaluat
         call()
 
 
-def _batches(dataloader: Iterable[Any], state: State) -> Iterator[Any]:
-    """Return the batches of the present epoch from the present place on."""
-    done, length = state.progress.batch_in_epoch, state.dataloader_len
-    skipped = begin_epoch(dataloader, state.progress.epoch, done)
-    return islice(iter(dataloader), skipped, None if length is None else skipped + length - done)
+def _batches(data: DataSpec, state: State) -> Iterator[Any]:
+    """Return the batches of the present epoch from the present place on; copied ahead to an accelerator where that is safe."""
+    done, length, loader = state.progress.batch_in_epoch, state.dataloader_len, data.dataloader
+    skipped = begin_epoch(loader, state.progress.epoch, done)
+    batches = islice(iter(loader), skipped, None if length is None else skipped + max(length - done, 0))
+    if state.device.type != "cpu" and (depth := safe_depth(loader)):
+        return iter(DevicePrefetcher(batches, state.device, depth, data.batch_transforms))
+    return batches if data.batch_transforms is None else map(data.batch_transforms, batches)
 
 
 def _log_batch(logger: Logger, state: State) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernel_core.data.spec import DataSpec, to_device
 from kernel_core.engine import TrainBatch
-from kernel_core.errors import DataError, TrainerError
+from kernel_core.errors import DataError
 from kernel_core.models import TrainableModel
 from kernel_core.train.precision import Precision
 from kernel_core.train.state import State
@@ -68,12 +68,23 @@ def make_train_batch(
     return train_batch
 
 
+def make_prepare(state: State, data: DataSpec) -> Callable[[Any], Any] | None:
+    """Return the function that makes of a microbatch what the model gets; None where there is nothing to do."""
+    device, transforms = state.device, data.microbatch_transforms
+    if device.type == "cpu":
+        return transforms
+    if transforms is None:
+        return lambda batch: to_device(batch, device)
+    return lambda batch: transforms(to_device(batch, device))
+
+
 def _make_run(
     state: State, hooks: SimpleNamespace, data: DataSpec, precision: Precision, instrument: Instrument
 ) -> Callable[[Any, Any], Any]:
     """Return the function that runs one microbatch and returns its share of the batch's loss, detached."""
-    device, transforms, model = state.device, data.microbatch_transforms, state.model
-    on_cpu = device.type == "cpu"
+    model, prepare = state.model, make_prepare(state, data)
+    if prepare is not None:
+        state.prepare_batch = prepare
     forward, compute_loss = instrument("forward", state.compute_outputs), instrument("loss", state.compute_loss)
     backward = instrument("backward", precision.scaled(state.engine.backward))
     metrics = state.train_metrics
@@ -82,9 +93,7 @@ def _make_run(
     before_backward, after_backward = hooks.before_backward, hooks.after_backward
 
     def run(batch: Any, share: Any) -> Any:
-        if not on_cpu:
-            batch = to_device(batch, device)
-        state.batch = batch if transforms is None else transforms(batch)
+        state.batch = batch if prepare is None else prepare(batch)
 
         # forward
         for call in before_forward:
@@ -96,8 +105,9 @@ def _make_run(
         # loss
         for call in before_loss:
             call()
-        loss = compute_loss(state.batch)
-        state.loss = loss if loss.__class__ is Tensor else _total_loss(state, loss, share)
+        state.loss = compute_loss(state.batch)
+        if state.latest_parts and not state.evaluation:
+            _keep_parts(state, share)
         for call in after_loss:
             call()
 
@@ -122,26 +132,12 @@ def _update_metrics(model: TrainableModel, state: State, metrics: Mapping[str, A
             model.update_metric(state.batch, outputs, metric)
 
 
-def _total_loss(state: State, loss: Any, share: Any) -> Any:
-    """Return the loss to train on of several: their entry ``total``, else their sum; keep the parts to be logged."""
-    if isinstance(loss, Tensor) or (hasattr(loss, "backward") and hasattr(loss, "detach")):
-        return loss
-    if isinstance(loss, Mapping):
-        parts = dict(loss)
-    elif isinstance(loss, list | tuple):
-        parts = {str(index): part for index, part in enumerate(loss)}
-    else:
-        parts = {}
-    if not parts or not all(isinstance(part, Tensor) for part in parts.values()):
-        raise TrainerError(
-            f"loss: {type(state.model).__name__}.loss returned {loss!r:.80}, a {type(loss).__name__}. Expected a scalar tensor "
-            "attached to the graph, or a mapping or sequence of them. Do not call .item() or .detach() on it."
-        )
-    total = parts.pop("total", None)
-    for name, part in parts.items() if not state.evaluation else ():
+def _keep_parts(state: State, share: Any) -> None:
+    """Add the parts of a loss that has several to those of the batch, to be logged."""
+    for name, part in state.latest_parts.items():
         value = part.detach() if share is None else _weighted(part.detach(), share)
         state.loss_parts[name] = value if name not in state.loss_parts else state.loss_parts[name] + value
-    return sum(parts.values()) if total is None else total
+    state.latest_parts = {}
 
 
 def _make_weigh(model: Any, data: DataSpec) -> Callable[[Any], Any]:

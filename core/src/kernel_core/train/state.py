@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,13 +35,17 @@ class State:
         surgery_report: What plugins changed in the model.
         device, seed, run_name: As resolved by the trainer.
         dataloader, dataloader_label, dataloader_len: What is being read now; the length in batches, None if unknown.
+        epoch_share: ``(samples, tokens) -> share of a training epoch``, None where its size is not known.
         batch: The batch being worked on; inside ``before_forward`` … ``after_backward`` the microbatch on the device.
         outputs: What the model returned last.
         loss: The loss of the microbatch (attached), and at ``batch_end`` the detached mean over the batch.
         loss_parts: Where ``loss`` of the model returns several: the detached mean of each over the batch, by name.
+        latest_parts: Those of the latest microbatch alone, attached.
         compute_outputs: ``batch -> outputs``: a forward pass of the model in the precision of the run.
         compute_loss: ``batch -> loss`` of ``outputs`` for ``batch``: the one way a training loss is computed, in the
-            precision of the run. Algorithms that mix losses call it.
+            precision of the run; the total where the model returns several. Keyword arguments go to the model's ``loss``.
+            Algorithms that mix losses call it.
+        prepare_batch: ``batch -> batch`` as the model gets it in training: on the device, with the microbatch transforms.
         train_metrics, eval_metrics: Metric objects by name, and by evaluator label and name.
         train_metric_values, eval_metric_values: What they last computed: name, or ``label/name``, to number or tensor.
         evaluators: The evaluators of the run.
@@ -71,7 +75,8 @@ class State:
     ) -> None:
         self.model: Any = model
         self.compute_outputs: Callable[[Any], Any]
-        self.compute_loss: Callable[[Any], Any]
+        self.compute_loss: Callable[..., Any]
+        self.prepare_batch: Callable[[Any], Any] = lambda batch: batch
         self.device = device
         self.seed = seed
         self.run_name = run_name
@@ -85,10 +90,12 @@ class State:
         self.dataloader: Iterable[Any] | None = None
         self.dataloader_label: str | None = None
         self.dataloader_len: int | None = None
+        self.epoch_share: Callable[[float, float], float | None] | None = None
         self.batch: Any = None
         self.outputs: Any = None
         self.loss: Any = None
         self.loss_parts: dict[str, Tensor] = {}
+        self.latest_parts: dict[str, Tensor] = {}
         self.microbatch = 0
         self.evaluation = 0
         self.train_metrics: dict[str, Any] = {}
@@ -126,8 +133,13 @@ class State:
     def bind_model(self, cast: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Make ``compute_outputs`` and ``compute_loss`` those of the present model, computing as ``cast`` makes them."""
         loss = cast(self.model.loss)
+
+        def compute_loss(batch: Any, **options: Any) -> Any:
+            value = loss(self.outputs, batch, **options)
+            return value if value.__class__ is Tensor else total_loss(self, value)
+
         self.compute_outputs = cast(self.model)
-        self.compute_loss = lambda batch: loss(self.outputs, batch)
+        self.compute_loss = compute_loss
 
     @property
     def iteration_length(self) -> Time | None:
@@ -241,6 +253,8 @@ class State:
             done: float = self.progress.epoch
             if self.dataloader_len:
                 done += self.progress.batch_in_epoch / self.dataloader_len
+            elif self.epoch_share is not None:
+                done += self.epoch_share(self.progress.sample_in_epoch, self.progress.token_in_epoch) or 0.0
             return Time(done / limit.value, TimeUnit.DURATION)
         return Time(float(self.progress.value(limit.unit)) / limit.value, TimeUnit.DURATION)
 
@@ -281,3 +295,27 @@ class State:
     def batch_set_item(self, key: Any, value: Any) -> None:
         """Set a part of the batch by index, key, or a pair of functions (getter, setter)."""
         self.batch = set_item(self.batch, key, value)
+
+
+def total_loss(state: State, loss: Any) -> Any:
+    """Return the loss to train on of several: their entry ``total``, else their sum; keep the parts in ``latest_parts``.
+
+    Raises:
+        TrainerError: it is no tensor, and no mapping or sequence of tensors.
+    """
+    if isinstance(loss, Tensor) or (hasattr(loss, "backward") and hasattr(loss, "detach")):
+        return loss
+    if isinstance(loss, Mapping):
+        parts = dict(loss)
+    elif isinstance(loss, list | tuple):
+        parts = {str(index): part for index, part in enumerate(loss)}
+    else:
+        parts = {}
+    if not parts or not all(isinstance(part, Tensor) for part in parts.values()):
+        raise TrainerError(
+            f"loss: {type(state.model).__name__}.loss returned {loss!r:.80}, a {type(loss).__name__}. Expected a scalar tensor "
+            "attached to the graph, or a mapping or sequence of them. Do not call .item() or .detach() on it."
+        )
+    total = parts.pop("total", None)
+    state.latest_parts = parts
+    return sum(parts.values()) if total is None else total

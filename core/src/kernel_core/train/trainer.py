@@ -24,7 +24,7 @@ from kernel_core.optim.parameter_groups import OptimizerRequest
 from kernel_core.registry.base import LoggerDestination
 from kernel_core.registry.options import to_json
 from kernel_core.registry.plan import Plan, PlannedCall, build_plan, invoke
-from kernel_core.schedules import check_schedulers
+from kernel_core.schedules import apply_schedules, check_schedulers, split_schedules
 from kernel_core.surgery import StructureWatch, SurgeryReport
 from kernel_core.timing import Time, Timestamp, TimeUnit
 from kernel_core.train.arguments import (
@@ -236,17 +236,18 @@ class Trainer:
 
     def _set_schedulers(self, schedulers: Any, ratio: float) -> None:
         self.state.schedulers = tuple(as_list(schedulers))
-        check_schedulers(self.state.schedulers)
+        check_schedulers(self.state.schedulers, ratio)
         scale_schedule(self.state, ratio)
 
     def _set_train_data(self, train_dataloader: Any) -> None:
         state = self.state
-        self._data = data = DataSpec.of(train_dataloader)
-        data.dataloader, note = resumable_loader(data.dataloader, state.seed)
+        self._data = data = copy.copy(DataSpec.of(train_dataloader))  # the user's own may serve another run
+        data.dataloader, note = resumable_loader(data.dataloader, state.seed, state.rank, state.world_size)
         if note:
             log.info("%s", note)
         state.dataloader, state.dataloader_label = data.dataloader, state.train_label
         length, limit = data.num_batches, self._train_subset_num_batches
+        state.epoch_share = data.epoch_share
         state.dataloader_len = length if limit < 0 else limit if length is None else min(length, limit)
 
     def fit(self, train_dataloader: Any = None, **arguments: Any) -> None:
@@ -308,8 +309,13 @@ class Trainer:
         if duration is not None:
             more = Time.from_input(duration, TimeUnit.EPOCH)
             state.max_duration = Time(state.progress.value(more.unit) // 1, more.unit) + more
-        if schedulers is not None or scale_schedule_ratio != 1.0:
-            self._set_schedulers(state.schedulers if schedulers is None else schedulers, scale_schedule_ratio)
+        if schedulers is not None:
+            self._set_schedulers(schedulers, scale_schedule_ratio)
+        elif scale_schedule_ratio != 1.0:
+            raise TrainerError(
+                f"scale_schedule_ratio: got {scale_schedule_ratio} without schedulers. Expected both: what is scaled already "
+                "would be scaled again. Give fit(schedulers=..., scale_schedule_ratio=...)."
+            )
         if step_schedulers_every_batch is not None:
             self._step_schedulers_every_batch = step_schedulers_every_batch
         if eval_dataloader is not None:
@@ -338,6 +344,8 @@ class Trainer:
                 group.setdefault("initial_lr", group["lr"])
         for evaluator in state.evaluators:
             check_subset(evaluator)
+        if schedules := split_schedules(state.schedulers)[1]:
+            apply_schedules(state, schedules)  # what cannot be asked is refused before anything begins
         run_evaluators = self._instrument("evaluation", self._evaluate)
         return training_steps(
             state,
@@ -418,6 +426,8 @@ class Trainer:
                 self._evaluate(evaluators, limit)
                 for call in self._hooks.eval_standalone_end:
                     call()
+        except Interrupted:
+            raise
         except BaseException as error:
             self._tell(error)
             raise
@@ -452,6 +462,8 @@ class Trainer:
                 return predict(
                     self.state, self._hooks, self._precision, data, subset_num_batches, return_outputs, microbatch
                 )
+        except Interrupted:
+            raise
         except BaseException as error:
             self._tell(error)
             raise

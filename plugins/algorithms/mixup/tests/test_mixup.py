@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_core import Algorithm, Callback, TrainableModel, Trainer, hookimpl
 from kernel_core.errors import ConflictError, DataError, OptionError
-from kernel_plugin_mixup import MixUp, blend, dense_targets, mixup_batch, sample_indices, sample_mixing, total_loss
+from kernel_plugin_mixup import MixUp, blend, dense_targets, mixup_batch, sample_indices, sample_mixing
 from torch import Tensor, nn
 
 cross_entropy = nn.functional.cross_entropy
@@ -167,13 +167,6 @@ def test_class_numbers_become_one_hot_in_the_dimension_of_the_classes() -> None:
     assert torch.equal(last.argmax(-1), image)
     scores = torch.randn(2, 4, 5, 6)
     torch.testing.assert_close(cross_entropy(scores, first), cross_entropy(scores, image))
-
-
-def test_several_losses_count_as_their_total_else_as_their_sum() -> None:
-    one, two, three = torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)
-    assert total_loss(one) is one
-    assert float(total_loss({"a": one, "b": two})) == float(total_loss((one, two))) == 3
-    assert total_loss({"a": one, "total": three}) is three
 
 
 def test_dense_targets_stay_as_they_are_and_half_precision_does_not_round_the_shares() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_core import Algorithm, Callback, DataSpec, TrainableModel, Trainer, hookimpl
+from kernel_core import Algorithm, Callback, Classifier, DataSpec, TrainableModel, Trainer, hookimpl
 from kernel_core.errors import ConflictError, DataError, OptionError
 from kernel_plugin_selective_backprop import (
     EvalMode,
@@ -522,3 +522,34 @@ def test_what_cannot_be_ranked_is_refused(call: Any, message: str) -> None:
 def test_wrong_options(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         SelectiveBackprop(**kwargs)
+
+
+def test_the_extra_pass_sees_rows_with_their_microbatch_transforms_and_the_kernels_classifier_will_do() -> None:
+    """Without the transform every row would tie; with it the last rows are the wrong ones, and are kept."""
+    inputs, targets = torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64)
+    kept: list[torch.Tensor] = []
+
+    def transform(batch: Any) -> Any:
+        wrong = (batch[2] >= 4).float()[:, None]
+        return batch[0] + torch.cat([1 - wrong, wrong], 1) * 20, batch[1], batch[2]
+
+    class Keep(Callback):
+        @hookimpl
+        def batch_start(self, state: Any) -> None:
+            kept.append(state.batch[2])
+
+    model = Classifier(torch.nn.Linear(2, 2))
+    with torch.no_grad():
+        model.module.weight.copy_(torch.eye(2))
+        model.module.bias.zero_()
+    Trainer(
+        model=model,
+        train_dataloader={"dataloader": [(inputs, targets, torch.arange(8))], "microbatch_transforms": transform},
+        max_duration="1ba",
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
+        plugins=[SelectiveBackprop(start=0.0, end=1.0, keep=0.1, interrupt=0), Keep()],
+        device="cpu",
+        progress_bar=False,
+    ).fit()
+    assert len(kept[0]) == 1
+    assert kept[0].item() >= 4

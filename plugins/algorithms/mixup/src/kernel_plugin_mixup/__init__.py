@@ -18,10 +18,9 @@ from kernel_plugin_mixup.functional import (
     mixup_batch,
     sample_indices,
     sample_mixing,
-    total_loss,
 )
 
-__all__ = ["MixUp", "blend", "dense_targets", "mixup_batch", "sample_indices", "sample_mixing", "total_loss"]
+__all__ = ["MixUp", "blend", "dense_targets", "mixup_batch", "sample_indices", "sample_mixing"]
 
 BatchKey = int | str | tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 
@@ -107,7 +106,7 @@ class MixUp(Algorithm):
         target = _get_item(state, "target", self.target_key)
         check_tensor("target", target)
         state.batch_set_item(self.target_key, target[self._indices])
-        other = total_loss(state.compute_loss(state.batch))
+        other = state.compute_loss(state.batch)
         state.batch_set_item(self.target_key, target)
         state.loss = torch.lerp(state.loss, other, self._mixing)
 

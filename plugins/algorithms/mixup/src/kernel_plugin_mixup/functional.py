@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -115,14 +114,6 @@ def _class_dim(target: torch.Size, outputs: torch.Size) -> int:
         f"mixup: targets of shape {tuple(target)} do not fit outputs of shape {tuple(outputs)}. Expected class numbers "
         "(N, ...) for scores (N, K, ...) or (N, ..., K). Give one-hot targets, or use interpolate_loss=True."
     )
-
-
-def total_loss(loss: Any) -> Tensor:
-    """Return what a model that returns several losses is trained on: their entry ``total``, else their sum."""
-    if isinstance(loss, Mapping):
-        loss = loss["total"] if "total" in loss else list(loss.values())
-    total: Tensor = sum(loss) if isinstance(loss, list | tuple) else loss  # type: ignore[assignment]
-    return total
 
 
 def check_tensor(what: str, value: Any) -> None:

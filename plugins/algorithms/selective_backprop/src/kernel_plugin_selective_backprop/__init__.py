@@ -128,12 +128,16 @@ class SelectiveBackprop(Algorithm):
             )
 
     def _pass(self, state: State, batch: Any, num_rows: int) -> Tensor:
+        batch = state.prepare_batch(batch)
         if self.scale_factor != 1:
             batch = set_item(batch, self.input_key, shrink(get_item(batch, self.input_key), self.scale_factor))
         outputs = state.compute_outputs(batch)
         if isinstance(outputs, Tensor) and outputs.dtype in (torch.bfloat16, torch.float16):
             outputs = outputs.float()  # losses in half precision would tie, and the ranks with them
-        return loss_per_row(state.model.loss(outputs, batch, reduction="none"), num_rows)
+        state.outputs = outputs
+        losses = loss_per_row(state.compute_loss(batch, reduction="none"), num_rows)
+        state.outputs = None
+        return losses
 
     def _cut(self, state: State, indices: Tensor, num_rows: int) -> None:
         state.batch = take_rows(state.batch, indices, num_rows)

@@ -1,0 +1,205 @@
+"""Ctrl-C and SIGTERM: in order at the next step, at once the second time, and handlers only while the trainer works."""
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from kernel_core import Callback, Evaluator, TrainableModel, Trainer, hookimpl
+from kernel_core.errors import Interrupted
+from torch import nn
+
+
+class Line(TrainableModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 2)
+
+    def forward(self, batch: Any) -> Any:
+        return self.line(batch)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs.square().mean()
+
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:
+        return {} if is_train else {"count": Count()}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+        metric.total += len(batch)
+
+
+class Count:
+    total = 0
+
+    def reset(self) -> None:
+        self.total = 0
+
+    def compute(self) -> int:
+        return self.total
+
+
+class Interrupts(Callback):
+    """Sends a signal to its own process at one place, so that the handler runs inside the loop."""
+
+    def __init__(self, hook: str, number: int, times: int = 1) -> None:
+        self.hook, self.number, self.times = hook, number, times
+        self.events: list[str] = []
+
+
+def _at(hook: str) -> Any:
+    def answer(self: Any, state: Any) -> None:
+        self.events.append(hook)
+        if hook == self.hook and (state.progress.batch == 2 or hook.startswith("predict")):
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+
+    answer.__name__ = hook
+    return hookimpl(answer)
+
+
+HOOKS = """before_forward after_train_batch batch_end batch_checkpoint epoch_end eval_start eval_batch_end eval_end eval_after_all
+    predict_batch_end predict_end fit_end fit_failed close""".split()
+for _hook in HOOKS:
+    setattr(Interrupts, _hook, _at(_hook))
+
+
+def make(plugin: Any, **arguments: Any) -> Trainer:
+    model = Line()
+    given: dict[str, Any] = {
+        "train_dataloader": [torch.ones(4, 2)] * 6,
+        "optimizers": torch.optim.SGD(model.parameters(), lr=0.1),
+        "max_duration": "2ep",
+        "callbacks": plugin,
+    }
+    return Trainer(model=model, device="cpu", progress_bar=False, **(given | arguments))
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Any:
+    """Whatever a test does, the handlers are those from before."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("hook", ["before_forward", "after_train_batch"])
+def test_the_step_is_finished_and_the_run_ends_in_order(number: int, code: int, hook: str) -> None:
+    plugin = Interrupts(hook, number)
+    trainer = make(plugin)
+    with pytest.raises(Interrupted) as caught:
+        trainer.fit()
+    assert caught.value.code == code
+    assert trainer.state.progress.batch == 3
+    assert plugin.events[-3:] == ["batch_end", "batch_checkpoint", "close"]
+    assert not {"fit_end", "fit_failed", "epoch_end"} & set(plugin.events)
+
+
+def test_an_evaluation_ends_early_gives_no_metrics_and_closes_its_hooks() -> None:
+    plugin = Interrupts("eval_batch_end", signal.SIGTERM)
+    evaluators = [Evaluator("first", [torch.ones(3, 2)] * 5), Evaluator("second", [torch.ones(3, 2)] * 5)]
+    trainer = make(plugin, eval_dataloader=evaluators, eval_interval="2ba")
+    with pytest.raises(Interrupted):
+        trainer.fit()
+    assert trainer.state.progress.batch == 2
+    assert plugin.events.count("eval_batch_end") == 1
+    assert plugin.events[-4:] == ["eval_end", "eval_after_all", "batch_checkpoint", "close"]
+    assert trainer.state.eval_metric_values == {}
+    assert trainer.state.model.training
+
+
+def test_evaluation_and_prediction_on_their_own_end_in_order_too() -> None:
+    plugin = Interrupts("predict_batch_end", signal.SIGTERM)
+    trainer = make(plugin)
+    with pytest.raises(Interrupted):
+        trainer.predict([torch.ones(3, 2)] * 5)
+    assert plugin.events == ["predict_batch_end", "predict_end", "close"]
+
+    class InEval(Callback):
+        @hookimpl
+        def eval_batch_start(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = make(InEval())
+    with pytest.raises(Interrupted) as caught:
+        trainer.eval([torch.ones(3, 2)] * 5)
+    assert caught.value.code == 130
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    plugin = Interrupts("before_forward", signal.SIGINT, times=2)
+    trainer = make(plugin)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert trainer.state.progress.batch == 2
+    assert plugin.events[-3:] == ["before_forward", "fit_failed", "close"]
+
+
+def test_a_signal_ends_training_that_is_driven_step_by_step() -> None:
+    trainer = make([])
+    with pytest.raises(Interrupted):
+        for number, _ in enumerate(trainer.steps()):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert trainer.state.progress.batch == 4
+
+
+def test_no_handler_outside_of_work() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    inside = []
+
+    class Look(Callback):
+        @hookimpl
+        def batch_start(self) -> None:
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    trainer = make(Look())
+    assert signal.getsignal(signal.SIGTERM) is before
+    trainer.fit()
+    assert all(handler is not before for handler in inside)
+    assert signal.getsignal(signal.SIGTERM) is before
+    steps = make([]).steps()
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+SCRIPT = """
+import os, signal, sys, torch
+from kernel_core import Callback, TrainableModel, Trainer, hookimpl
+
+class Line(TrainableModel):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 2)
+    def forward(self, batch):
+        return self.line(batch)
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+class Stop(Callback):
+    @hookimpl
+    def batch_start(self, state):
+        if state.progress.batch == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+    @hookimpl
+    def close(self):
+        print("closed")
+
+model = Line()
+with Trainer(model=model, train_dataloader=[torch.ones(2, 2)] * 9, max_duration="1ep", callbacks=Stop(), device="cpu",
+             optimizers=torch.optim.SGD(model.parameters(), lr=0.1), progress_bar=False) as trainer:
+    trainer.fit()
+print("not reached")
+"""
+
+
+def test_a_script_ends_with_the_code_of_the_signal() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 143
+    assert done.stdout == "closed\n"
+    assert "SIGTERM: the run ends after the step it is in" in done.stderr
+    assert "ended after batch 2" in done.stderr
