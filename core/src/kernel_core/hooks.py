@@ -11,7 +11,8 @@ said about it, it is ignored). ``order`` is the direction in which the plugins o
 
 What ``state`` holds: from ``fit_start`` on the dataloader, its length and ``max_duration``; ``state.batch`` is the whole
 batch of this rank, as the loader gave it (perhaps on its way to an accelerator already), outside ``before_forward`` …
-``after_backward``, where it is the current microbatch on the device; ``state.outputs`` is set from ``after_forward``, ``state.loss`` from ``after_loss``.
+``after_backward``, where it is the current microbatch on the device; ``state.outputs`` is set from ``after_forward``,
+``state.loss`` from ``after_loss``.
 """
 
 from __future__ import annotations

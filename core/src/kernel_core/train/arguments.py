@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -26,6 +27,8 @@ from kernel_core.timing import Time, TimeUnit
 from kernel_core.train.composer_keywords import KEYWORDS
 from kernel_core.train.forward import check_size
 from kernel_core.train.state import State
+
+log = logging.getLogger(__name__)
 
 Plugins = PluginRequest | Sequence[PluginRequest] | Mapping[str, Mapping[str, Any]] | None
 
@@ -161,7 +164,13 @@ def unwrap_compiled(
         TrainerError: it is no TrainableModel.
     """
     if isinstance(model, torch._dynamo.OptimizedModule):
-        model, compile_config = model._orig_mod, compile_config if compile_config is not None else {}
+        model = model._orig_mod
+        if compile_config is None:
+            compile_config = {}
+            log.warning(
+                "model: it came compiled; it is compiled anew after surgery, with torch's defaults. "
+                "Give compile_config={...} for other settings."
+            )
     if not isinstance(model, TrainableModel):
         raise TrainerError(
             f"model: got a {type(model).__name__}. Expected a TrainableModel, with forward(batch) and "

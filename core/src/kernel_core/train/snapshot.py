@@ -38,13 +38,13 @@ class Snapshot:
         tensors = [*model.buffers(), *(model.parameters() if weights else ())]
         self._tensors = [(tensor, _kept(tensor)) for tensor in tensors]
         self._optimizers = (
-            [(optimizer, _kept_tree(optimizer.state_dict())) for optimizer in state.optimizers] if weights else []
+            [(optimizer, _hold(optimizer.state_dict())) for optimizer in state.optimizers] if weights else []
         )
         self._kept_metrics = copy.deepcopy(metrics)
         self._batch = state.batch
         self._kept_batch = copy.deepcopy(state.batch)
         plugins = [one.plugin for one in state.plan.plugins if type(one.plugin).state_dict is not Plugin.state_dict]
-        self._plugins = [(plugin, _kept_tree(plugin.state_dict())) for plugin in plugins]
+        self._plugins = [(plugin, _hold(plugin.state_dict())) for plugin in plugins]
         self._evaluation = state.evaluation
         self._randomness = capture_randomness()
 
@@ -54,10 +54,10 @@ class Snapshot:
         for tensor, kept in self._tensors:
             tensor.copy_(kept)
         for optimizer, kept_state in self._optimizers:
-            optimizer.load_state_dict(copy.deepcopy(kept_state))
+            optimizer.load_state_dict(_given_back(kept_state))
         self._metrics.update(copy.deepcopy(self._kept_metrics))
         for plugin, plugin_state in self._plugins:
-            plugin.load_state_dict(copy.deepcopy(plugin_state))
+            plugin.load_state_dict(_given_back(plugin_state))
         self._state.batch = copy.deepcopy(self._kept_batch)
         self._state.outputs = self._state.loss = None
         self._state.evaluation = self._evaluation
@@ -70,11 +70,24 @@ def _kept(tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
 
 
-def _kept_tree(value: Any) -> Any:
+class _Held:
+    """A tensor's value, and the device it goes back to."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value, self.device = _kept(tensor), tensor.device
+
+
+def _hold(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _kept(value)
+        return _Held(value)
     if isinstance(value, dict):
-        return {key: _kept_tree(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_kept_tree, value))
-    return copy.deepcopy(value)
+        return {key: _hold(item) for key, item in value.items()}
+    return type(value)(map(_hold, value)) if type(value) in (list, tuple) else copy.deepcopy(value)
+
+
+def _given_back(value: Any) -> Any:
+    if isinstance(value, _Held):
+        return value.value.to(value.device, copy=True)
+    if isinstance(value, dict):
+        return {key: _given_back(item) for key, item in value.items()}
+    return type(value)(map(_given_back, value)) if type(value) in (list, tuple) else copy.deepcopy(value)

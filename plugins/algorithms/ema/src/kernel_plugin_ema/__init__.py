@@ -102,7 +102,7 @@ class EMA(Algorithm):
 
     def active_hooks(self) -> set[str]:
         """Update at the end of batches or of epochs, not of both."""
-        always = "after_load batch_start eval_start eval_end predict_start predict_end fit_failed close".split()
+        always = "after_load eval_start eval_end predict_start predict_end fit_failed".split()
         return {*always, "batch_end" if self.update_interval.unit is TimeUnit.BATCH else "epoch_end"}
 
     def get_ema_model(self, model: Model) -> Model:
@@ -152,11 +152,6 @@ class EMA(Algorithm):
             self.ema_tensors = placed_like(state.model, self.ema_tensors)
 
     @hookimpl
-    def batch_start(self, state: State) -> None:
-        """Train on the weights of training, also after ``Trainer.eval`` or ``predict`` ended by an error."""
-        self._hold_average(state, False)
-
-    @hookimpl
     def batch_end(self, state: State) -> None:
         """Update the average, where it is counted in batches."""
         self._update(state)
@@ -188,10 +183,5 @@ class EMA(Algorithm):
 
     @hookimpl
     def fit_failed(self, state: State) -> None:
-        """Take the weights of training back if the run failed in an evaluation."""
-        self._hold_average(state, False)
-
-    @hookimpl
-    def close(self, state: State) -> None:
-        """Take the weights of training back if an evaluation on its own failed."""
+        """Take the weights of training back if an evaluation or prediction failed."""
         self._hold_average(state, False)
