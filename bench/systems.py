@@ -319,11 +319,12 @@ def output_to(terminal: bool) -> Iterator[None]:
 
 def run(fit: Fit, task: Task, logging: bool = False, terminal: bool = False) -> tuple[Taken, list[Tensor]]:
     """Train once; return the time of a step after the warm-up, the end of the run included, and the final weights."""
+    gc.collect()
+    gc.freeze()  # what is alive by now stays: without this, collecting takes longer than training
     net, optimizer = task.make()
     warmup = min(WARMUP, len(task.batches) // 10)
     data = TimedBatches(task.batches, warmup)
     with tempfile.TemporaryDirectory() as folder, output_to(terminal):
-        gc.collect()
         gc.disable()
         fit(net, optimizer, loader_of(data), Path(folder), logging)
         wall, cpu = time.perf_counter() - data.wall, time.process_time() - data.cpu

@@ -48,6 +48,14 @@ def ones(rows: int = 4, seed: int = 0) -> RunData:
     return RunData(train=data, evaluators=[Evaluator("test", data, metric_names=["size"])])
 
 
+def wide(model: str = "8", bias: bool = True) -> Line:
+    return Line(int(model))
+
+
+def twos(rows: int = 5) -> RunData:
+    return RunData(train=[torch.full((rows, 2), 2.0)] * 2)
+
+
 recipe = Recipe(
     summary="A line.",
     config={
@@ -121,6 +129,10 @@ ENTRY_POINTS = """
 [kernel.recipes]
 line = cli_test_plugins:recipe
 broken-recipe = cli_test_plugins:Line
+[kernel.models]
+wide = cli_test_plugins:wide
+[kernel.data]
+twos = cli_test_plugins:twos
 [kernel.algorithms]
 smooth = cli_test_plugins:Smooth
 sharp = cli_test_plugins:Sharp
@@ -243,6 +255,31 @@ def test_dry_run_shows_plan_and_surgery_and_trains_nothing(folder: Path) -> None
     assert "plan" in document(kernel("train", "line", "--plugins", "smooth", "--dry-run", "--json"))
 
 
+def test_an_installed_model_takes_the_place_of_the_recipe_s(folder: Path) -> None:
+    result = kernel("train", "line", "--model", "wide:16", "--plugins", "smooth", "--run-name", "wide")
+    assert result.exit_code == 0, result.output
+    assert "dtypes: parameters float32, 4 tensors of 65 entries" in result.stderr  # 2 * 16 + 16 + 16 + 1
+    config = (folder / "runs" / "wide" / "config.yaml").read_text()
+    assert "name: wide" in config
+    assert "model: '16'" in config
+
+
+def test_installed_data_is_found_by_name() -> None:
+    result = kernel("train", "line", "--set", "data.name=twos", "--set", "data.rows=3", "--json")
+    assert result.exit_code == 0, result.output
+    assert document(result)["metrics"] == {}
+
+
+def test_the_precision_and_the_timeline_of_a_run() -> None:
+    result = kernel("train", "line", "--precision", "amp_bf16", "--timeline")
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line.split() for line in result.stderr.splitlines() if line.strip()}
+    assert rows["forward"][4] == "6"
+    assert rows["total"][2:] == ["100.0", "%"]
+    measured = [float(cells[1]) for part, cells in rows.items() if part in rows and len(cells) > 3 and cells[3] == "%"]
+    assert sum(measured) == pytest.approx(float(rows["total"][1]), abs=0.001 * len(measured))
+
+
 def test_strict_makes_warnings_errors() -> None:
     with pytest.warns(UserWarning, match="no effect"):
         assert kernel("train", "line", "--plugins", "smooth,sharp", "--dry-run").exit_code == 0
@@ -286,6 +323,12 @@ WRONG = [
     (["--set", "optimizer.name=adamm"], "optimizer.name: there is no 'adamm'"),
     (["--set", "optimizer.lrr=1"], "optimizer.lrr: unknown option. Did you mean 'lr'"),
     (["--set", "train.max_durration=1ep"], "train.max_durration: unknown option. Did you mean 'max_duration'?"),
+    (["--precision", "fp23"], "precision: unknown precision 'fp23'. Did you mean 'fp32'"),
+    (["--precision", "amp_fp8", "--device", "cpu"], "precision: 'amp_fp8' was asked for, and cpu has no fp8"),
+    (["--model", "huggingfase:x"], "model.name: there is no 'huggingfase'. Did you mean 'huggingface'?"),
+    (["--model", "wide:"], "--model: got 'wide:'. Expected a name, or name:what"),
+    (["--model", "wide", "--set", "model.bais=false"], "model.bais: unknown option. Did you mean 'bias'?"),
+    (["--set", "train.device_train_microbatch_size=some"], "train.device_train_microbatch_size: got 'some', expected"),
     (["--max-duration", "3parsec"], "unknown unit 'parsec'"),
     (["--max-duration", "soon"], "time: cannot read 'soon'"),
     (["--device", "cup"], "device: unknown device 'cup'"),

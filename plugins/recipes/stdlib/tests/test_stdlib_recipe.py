@@ -86,7 +86,7 @@ def test_evaluators_read_the_same_held_out_bytes_whatever_the_seed() -> None:
     short, long = stdlib_bytes(**DATA).evaluators
     other_short, _ = stdlib_bytes(**DATA, seed=5).evaluators
     assert (short.label, long.label) == ("ctx32", "ctx128")
-    assert short.metric_names == long.metric_names == ["bits_per_byte"]
+    assert short.metric_names is long.metric_names is None  # those of whatever model is trained
     assert windows(long).shape == (32, 128)
     assert torch.equal(windows(short), windows(long).view(128, 32))
     assert torch.equal(windows(short), windows(other_short))

@@ -186,8 +186,8 @@ class EarlyStopper(Callback):
             return float(value)
         except (TypeError, ValueError, RuntimeError):
             raise OptionError(
-                f"early_stopper.monitor: {self.monitor!r} of {self.dataloader_label!r} is {value!r:.80}, which is no single "
-                "number. Expected a scalar metric. Name another one."
+                f"early_stopper.monitor: {self.monitor!r} of {self.dataloader_label!r} is {' '.join(repr(value).split()):.80}, "
+                "which is no single number. Expected a scalar metric. Name another one."
             ) from None
 
     def _unknown_metric(self, names: Mapping[str, Any]) -> str:

@@ -58,7 +58,7 @@ def stdlib_bytes(
 def _evaluator(blocks: torch.Tensor, length: int, num_bytes_per_batch: int) -> Evaluator:
     windows = torch.cat([windows_of(block, length) for block in blocks])
     loader = DataLoader(ByteWindows(windows), max(1, num_bytes_per_batch // length), collate_fn=collate_windows)
-    return Evaluator(f"ctx{length}", loader, metric_names=["bits_per_byte"])
+    return Evaluator(f"ctx{length}", loader)
 
 
 recipe = Recipe(
