@@ -104,7 +104,9 @@ def test_a_plugin_class_is_of_its_kind_documented_and_fits_the_hooks(kind: str, 
     for parameter in list(inspect.signature(cls.__init__).parameters)[1:]:
         if cls.__init__ is not object.__init__:
             assert f"{parameter}:" in documentation, f"{name}.{parameter} is not documented"
-    HookManager().check_plugin(cls())
+    required = [p for p in list(inspect.signature(cls.__init__).parameters.values())[1:] if p.default is p.empty]
+    words = {p.name: "metrics/eval/loss" for p in required if p.kind is p.POSITIONAL_OR_KEYWORD}
+    HookManager().check_plugin(cls(**words))
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), hook_classes())

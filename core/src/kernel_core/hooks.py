@@ -181,7 +181,7 @@ def model_transformed(model: nn.Module, report: SurgeryReport) -> None:
 
 @hookspec()
 def precision_context(state: State) -> Callable[[], AbstractContextManager[Any]]:  # type: ignore[empty-body]
-    """Return a function that makes a context around every forward and loss, inside autocast: for fp8 and the like.
+    """Return a function that makes a context around every training forward and loss, inside autocast: for fp8 and the like.
 
     Fires when the precision of the run is set up. Such a context costs on every microbatch: leave the hook out of
     ``active_hooks`` where ``state.precision`` does not call for it, or return None.

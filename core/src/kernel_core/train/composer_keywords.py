@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 
 class Keyword(NamedTuple):
-    """``keyword=True`` stands for this plugin; a default that is not installed is left out."""
+    """A keyword, or a value of one, stands for this plugin; one that is not installed is left out."""
 
     kind: str
     plugin: str
 
 
 KEYWORDS = {
+    "amp_fp8": Keyword("algorithms", "fp8"),
     "progress_bar": Keyword("loggers", "progress_bar"),
 }

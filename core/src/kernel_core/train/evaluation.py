@@ -137,7 +137,7 @@ def _evaluate_one(
 
     for call in hooks.eval_start:
         call()
-    forward = precision.cast(model.eval_forward)
+    forward = precision.cast(model.eval_forward, training=False)
     microbatch = evaluator.microbatch
     job = Pass(data, limit, state.eval_progress, "eval", forward, microbatch, update, hold)
     complete = run_pass(state, hooks, job)

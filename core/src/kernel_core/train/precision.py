@@ -90,8 +90,12 @@ class Precision:
         """Whether an optimizer may evaluate more than once in a step."""
         return self._scaler is None
 
-    def cast(self, function: F) -> F:
-        """Return ``function`` computing in this precision; the function itself where there is nothing to do."""
+    def cast(self, function: F, training: bool = True) -> F:
+        """Return ``function`` computing in this precision; the function itself where there is nothing to do.
+
+        Args:
+            training: Whether the further contexts are entered too.
+        """
         if self._dtype is None:
             return function
         autocast, contexts = torch.autocast(self._device.type, self._dtype), self._contexts
@@ -107,7 +111,7 @@ class Precision:
                     stack.enter_context(context())
                 return function(*args, **options)
 
-        return run_within if contexts else run  # type: ignore[return-value]
+        return run_within if contexts and training else run  # type: ignore[return-value]
 
     def scaled(self, backward: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         """Return ``backward`` for the loss times the loss scale, ``backward`` itself where there is none."""

@@ -52,7 +52,7 @@ def predict(
         with forked_randomness(state.seed, "predict"), torch.no_grad():
             for call in hooks.predict_start:
                 call()
-            forward = precision.cast(state.model)
+            forward = precision.cast(state.model, training=False)
             job = Pass(data, subset_num_batches, progress, "predict", forward, microbatch, take, hold, finish_batch)
             run_pass(state, hooks, job)
             for call in hooks.predict_end:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernel_core.errors import OptimizerError, SurgeryError
+from kernel_core.errors import OptimizerError, SurgeryError, TrainerError
 from kernel_core.logger import Logger
 from kernel_core.optim.parameter_groups import (
     OptimizerRequest,
@@ -83,8 +83,14 @@ def bind_precision(state: State) -> Precision:
 
     Raises:
         OptimizerError: an optimizer evaluates more than once, which loss scaling does not allow.
+        TrainerError: nobody provides fp8.
     """
     contexts = state.plan.call("precision_context", state=state)
+    if state.precision == "amp_fp8" and not contexts:
+        raise TrainerError(
+            "precision: 'amp_fp8' needs a plugin that computes in fp8, and none is active. Expected one that answers "
+            "precision_context. Install it: pip install kernel-plugin-fp8."
+        )
     precision = Precision(state.precision, state.device, contexts)
     check_reevaluation(state.optimizers, state.engine, precision)
     state.bind_model(precision.cast)

@@ -156,7 +156,8 @@ class Trainer:
             logging.getLogger("kernel_core").setLevel(python_log_level.upper())
         seed_all(seed)
         asked = resolve_all(plugins, algorithms, callbacks, loggers)
-        keywords = [name for name, wanted in {"progress_bar": progress_bar}.items() if wanted]
+        wishes = {"progress_bar": progress_bar, "amp_fp8": precision == "amp_fp8"}
+        keywords = [name for name, wanted in wishes.items() if wanted]
         self.plan: Plan = build_plan(with_defaults(asked, keywords))
         place_on = device_of(model, device)
         self.state = State(
