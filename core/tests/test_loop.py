@@ -8,7 +8,7 @@ import torch
 from kernel_core import Algorithm, Callback, DataSpec, Evaluator, Time, TrainableModel, Trainer, hookimpl
 from kernel_core.data.sampler import ResumableBatchSampler, ResumableSampler
 from kernel_core.errors import DataError, TimeStringError, TrainerError
-from kernel_core.schedules import CosineAnnealingWithWarmupScheduler
+from kernel_core.optim import CosineAnnealingWithWarmupScheduler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -31,9 +31,8 @@ from kernel_core.optim import (
     Scheduler,
     StepScheduler,
 )
-from kernel_core.registry.options import bind_options
-from kernel_core.schedule_shapes import progress_in_cycle
-from kernel_core.schedules import (
+from kernel_core.optim.schedule_shapes import progress_in_cycle
+from kernel_core.optim.scheduling import (
     SCHEDULES,
     apply_schedules,
     bind_ratio,
@@ -42,6 +41,7 @@ from kernel_core.schedules import (
     scale_torch_scheduler,
     split_schedules,
 )
+from kernel_core.registry.options import bind_options
 from torch import nn
 from torch.optim import lr_scheduler
 

@@ -173,7 +173,7 @@ def build_trainer(config: Mapping[str, Any], functions: Mapping[str, Callable[..
         KernelError: whatever in the document cannot be used.
     """
     from kernel_core.optim.parameter_groups import optimizer_by_name, optimizer_names
-    from kernel_core.schedules import SCHEDULES
+    from kernel_core.optim.scheduling import SCHEDULES
     from kernel_core.train.randomness import seed_all
     from kernel_core.train.trainer import Trainer
 

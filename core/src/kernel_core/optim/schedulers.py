@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kernel_core.errors import OptionError, TimeStringError, TrainerError
-from kernel_core.schedule_shapes import (
+from kernel_core.optim.schedule_shapes import (
     RunTimes,
     Span,
     cosine,

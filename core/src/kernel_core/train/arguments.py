@@ -18,11 +18,11 @@ from kernel_core.device import resolve_device
 from kernel_core.engine import Engine
 from kernel_core.errors import OptionError, PluginLoadError, TrainerError
 from kernel_core.models import TrainableModel
+from kernel_core.optim.scheduling import check_ratio, scale_torch_scheduler, split_schedules
 from kernel_core.registry.base import Plugin
 from kernel_core.registry.discovery import find, installed_plugins
 from kernel_core.registry.options import bind_options
 from kernel_core.registry.plan import ActivePlugin, PluginRequest, resolve
-from kernel_core.schedules import check_ratio, scale_torch_scheduler, split_schedules
 from kernel_core.timing import Time, TimeUnit
 from kernel_core.train.composer_keywords import KEYWORDS
 from kernel_core.train.forward import check_size

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kernel_core.logger import Logger
-from kernel_core.schedules import Trigger
 from kernel_core.timing import Progress, Time, TimeUnit
 from kernel_core.train.evaluator import Due, Evaluator
 from kernel_core.train.forward import Pass, run_pass
 from kernel_core.train.precision import Precision
 from kernel_core.train.randomness import forked_randomness
 from kernel_core.train.state import State
+from kernel_core.train.trigger import Trigger
 
 Evaluate = Callable[[Sequence[Evaluator]], None]
 

@@ -18,7 +18,7 @@ from kernel_core.data.prefetch import DevicePrefetcher, safe_depth
 from kernel_core.data.spec import DataSpec
 from kernel_core.errors import DataError
 from kernel_core.logger import Logger
-from kernel_core.schedules import apply_schedules, split_schedules
+from kernel_core.optim.scheduling import apply_schedules, split_schedules
 from kernel_core.surgery import StructureWatch
 from kernel_core.timing import TimeUnit
 from kernel_core.train.evaluation import Evaluations, compute_metrics

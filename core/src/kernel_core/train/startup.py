@@ -18,8 +18,8 @@ from kernel_core.optim.parameter_groups import (
     check_reevaluation,
     is_optimizer,
 )
+from kernel_core.optim.scheduling import check_schedulers
 from kernel_core.registry.plan import PlannedCall, invoke
-from kernel_core.schedules import check_schedulers
 from kernel_core.surgery import changed_paths, fingerprint, perform_surgery
 from kernel_core.train.precision import Precision
 from kernel_core.train.state import State

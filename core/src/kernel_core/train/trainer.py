@@ -21,10 +21,10 @@ from kernel_core.errors import Interrupted, TrainerError
 from kernel_core.logger import Logger
 from kernel_core.models import TrainableModel
 from kernel_core.optim.parameter_groups import OptimizerRequest
+from kernel_core.optim.scheduling import apply_schedules, check_schedulers, split_schedules
 from kernel_core.registry.base import LoggerDestination
 from kernel_core.registry.options import to_json
 from kernel_core.registry.plan import Plan, PlannedCall, build_plan, invoke
-from kernel_core.schedules import apply_schedules, check_schedulers, split_schedules
 from kernel_core.surgery import StructureWatch, SurgeryReport
 from kernel_core.timing import Time, Timestamp, TimeUnit
 from kernel_core.train.arguments import (

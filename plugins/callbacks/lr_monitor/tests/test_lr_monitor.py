@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_core import LoggerDestination, TrainableModel, Trainer
-from kernel_core.schedules import CosineAnnealingWithWarmupScheduler
+from kernel_core.optim import CosineAnnealingWithWarmupScheduler
 from kernel_plugin_lr_monitor import LRMonitor, learning_rates
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Learning rates on training time as the loop sets them, and the triggers that fire every so often.
+"""Learning rates on training time as the loop sets them.
 
 A schedule is a callable ``state -> multiplier`` of each group's initial learning rate, or ``(state, ssr) -> multiplier``
 as Composer's are. The loop asks it before batch *t* with *t* batches finished, so the rate for batch *t* is in force at
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from kernel_core.errors import TimeStringError, TrainerError
+from kernel_core.errors import TrainerError
+from kernel_core.optim.schedule_shapes import SLACK
 from kernel_core.optim.schedulers import (
     ConstantScheduler,
     ConstantWithWarmupScheduler,
@@ -33,8 +34,7 @@ from kernel_core.optim.schedulers import (
     PolynomialWithWarmupScheduler,
     StepScheduler,
 )
-from kernel_core.schedule_shapes import SLACK
-from kernel_core.timing import Time, TimeUnit
+from kernel_core.timing import Time
 
 if TYPE_CHECKING:
     from kernel_core.train.state import State
@@ -210,37 +210,3 @@ def _scaled(scheduler: Any, name: str, count: int, ssr: float) -> int:
             f"Expected at least 1: use a larger ratio or {name}."
         )
     return scaled
-
-
-class Trigger:
-    """Fires each time training time crosses a multiple of ``interval``.
-
-    Args:
-        interval: Any unit; a share ``dur`` is measured in the unit of ``max_duration``.
-        state: The run, with ``max_duration`` set.
-    """
-
-    def __init__(self, interval: Time, state: State) -> None:
-        unit, value = interval.unit, float(interval.value)
-        if unit is TimeUnit.DURATION:
-            limit = state.max_duration
-            if limit is None:
-                raise TimeStringError(f"interval: {interval} is a share of the run, and no max_duration is set.")
-            unit, value = limit.unit, value * limit.value
-            if unit is TimeUnit.EPOCH and state.dataloader_len:
-                unit, value = TimeUnit.BATCH, value * state.dataloader_len
-        self.unit = unit
-        self._value = value
-        self._progress = state.progress
-        self._last = self._count()
-
-    def _count(self) -> int:
-        # a hair of slack, so that a tenth of 100 batches fires at batch 10 and not at 11
-        return int(self._progress.value(self.unit) / self._value + 1e-9)
-
-    def __call__(self) -> bool:
-        """Say whether a multiple was crossed since the last call."""
-        count = self._count()
-        crossed = count != self._last
-        self._last = count
-        return crossed
