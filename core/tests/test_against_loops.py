@@ -107,6 +107,97 @@ def test_training_is_bit_for_bit_that_of_a_hand_written_loop(name: str) -> None:
     assert all(torch.equal(value, by_hand[key]) for key, value in net.state_dict().items())
 
 
+def test_muon_on_matrices_and_adamw_on_the_rest_are_one_run() -> None:
+    """Two optimizers, one with two groups of different rates, one evaluation: as by hand."""
+
+    def build(net: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in net.parameters() if p.ndim == 2]
+        first, last = [p for p in net.parameters() if p.ndim != 2]
+        groups = [{"params": [first], "lr": 0.01}, {"params": [last], "lr": 0.1, "weight_decay": 0.0}]
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(groups)]
+
+    torch.manual_seed(7)
+    net, data, compute = _mlp()
+    start = {key: value.clone() for key, value in net.state_dict().items()}
+    optimizers = build(net)
+    batches, order = loader(data, seed=3)
+    torch.manual_seed(3)
+    for batch in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        compute(net, batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    by_hand = {key: value.clone() for key, value in net.state_dict().items()}
+    net.load_state_dict(start)
+    Trainer(
+        model=Wrapped(net, compute),
+        train_dataloader=DataLoader(data, batch_size=BATCH, shuffle=True),
+        max_duration="1ep",
+        optimizers=build(net),
+        seed=3,
+        device="cpu",
+        progress_bar=False,
+    ).fit()
+    assert all(torch.equal(value, by_hand[key]) for key, value in net.state_dict().items())
+
+
+class Tokens(TrainableModel):
+    """Predicts labels of which -100 do not count, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double()
+
+    def forward(self, batch: Any) -> Any:
+        return self.net(batch["input_ids"])
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+
+    def loss_weight(self, batch: Any) -> Any:
+        return (batch["labels"] != -100).sum()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_accumulation_is_exact_for_ragged_batches(seed: int) -> None:
+    """Random rows, padding and microbatch sizes in float64: the gradient is that of one big batch, to 1e-10."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    rows, length = draw(5, 14), draw(3, 9)
+    ids = torch.randint(11, (rows, length), generator=generator)
+    labels = torch.randint(11, (rows, length), generator=generator)
+    for row in range(rows):
+        labels[row, draw(0, length + 1) :] = -100  # some rows count not at all
+    labels[0, 0] = 1
+    batch = {"input_ids": ids, "labels": labels}
+    model = Tokens()
+    expected = torch.autograd.grad(model.loss(model(batch), batch), list(model.parameters()))
+    kept: list[Tensor] = []
+
+    class Keep(Callback):
+        @hookimpl
+        def after_train_batch(self, state: Any) -> None:
+            kept.extend(p.grad.clone() for p in state.model.parameters())
+
+    Trainer(
+        model=model,
+        train_dataloader=[batch],
+        max_duration="1ba",
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        callbacks=Keep(),
+        device_train_microbatch_size=draw(1, rows),
+        device="cpu",
+        progress_bar=False,
+    ).fit()
+    for one, other in zip(kept, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
 READING = ["item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"]
 
 

@@ -205,3 +205,47 @@ def test_a_script_ends_with_the_code_of_the_signal() -> None:
     assert done.stdout == "closed\n"
     assert "SIGTERM: the run ends after the step it is in" in done.stderr
     assert "ended after batch 2" in done.stderr
+
+
+WORKERS = """
+import os, signal, time, torch
+from kernel_core import Callback, TrainableModel, Trainer, hookimpl
+
+class Line(TrainableModel):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 2)
+    def forward(self, batch):
+        return self.line(batch)
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.ones(2)
+
+class Stop(Callback):
+    @hookimpl
+    def before_dataloader(self, state):
+        if state.progress.batch == 3:  # the next batch is not ready: the workers are in the middle of it
+            os.killpg(os.getpgrp(), signal.SIGINT)
+
+model = Line()
+trainer = Trainer(model=model, train_dataloader=torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=2),
+                  max_duration="1ep", callbacks=Stop(), device="cpu", progress_bar=False,
+                  optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+try:
+    trainer.fit()
+except SystemExit as end:
+    print(end.code, trainer.state.progress.batch)
+"""
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_workers_too_and_they_go_on() -> None:
+    done = subprocess.run([sys.executable, "-c", WORKERS], capture_output=True, text=True, start_new_session=True)
+    assert done.stdout == "130 4\n", done.stderr
+    assert done.stderr.count("the run ends after the step it is in") == 1
+    assert "Traceback" not in done.stderr

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kernel_core.data.spec import DataSpec as DataSpec
     from kernel_core.engine import Engine as Engine
+    from kernel_core.errors import Interrupted as Interrupted
     from kernel_core.errors import KernelError as KernelError
     from kernel_core.hooks import hookimpl as hookimpl
     from kernel_core.hooks import hookspec as hookspec
@@ -39,6 +40,7 @@ _HOME = {
     "DataSpec": "data.spec",
     "Engine": "engine",
     "Evaluator": "train.evaluator",
+    "Interrupted": "errors",
     "KernelError": "errors",
     "Logger": "logger",
     "LoggerDestination": "registry.base",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -30,7 +31,11 @@ def signals_noted(state: State) -> Iterator[None]:
         yield
         return
 
+    process = os.getpid()
+
     def note(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:
+            return  # a forked worker of a loader: Ctrl-C reaches it too, and its parent still wants its batches
         if state.interrupted is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
