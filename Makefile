@@ -41,5 +41,5 @@ wheels: env
 	$(RUN) tools/wheels.py dist
 
 clean:
-	rm -rf .venv dist runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-bench dist runs .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -120,7 +120,7 @@ def test_muon_on_matrices_and_adamw_on_the_rest_are_one_run() -> None:
     net, data, compute = _mlp()
     start = {key: value.clone() for key, value in net.state_dict().items()}
     optimizers = build(net)
-    batches, order = loader(data, seed=3)
+    batches, _ = loader(data, seed=3)
     torch.manual_seed(3)
     for batch in batches:
         for optimizer in optimizers:

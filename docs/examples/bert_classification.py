@@ -1,4 +1,4 @@
-"""Fine-tune a BERT classifier: which package of Python's standard library does a sentence of documentation come from?"""
+"""Fine-tune a BERT classifier: which part of Python's standard library does a sentence of documentation come from?"""
 
 import ast
 import sysconfig
@@ -17,74 +17,63 @@ from kernel_plugin_lr_monitor import LRMonitor
 from kernel_plugin_memory_monitor import MemoryMonitor
 from kernel_plugin_speed_monitor import SpeedMonitor
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-PACKAGES = ["asyncio", "email", "unittest", "_pydecimal.py"]
+PARTS = ["asyncio/*.py", "email/*.py", "unittest/*.py", "_pydecimal.py"]
 
 
-def load_sentences() -> list[tuple[str, int]]:
-    """Return the paragraphs of all docstrings and the number of their package."""
-    library, samples = Path(sysconfig.get_path("stdlib")), []
-    for label, package in enumerate(PACKAGES):
-        for file in sorted((library / package).rglob("*.py")) or [library / package]:
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8", errors="replace"))):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    paragraphs = (ast.get_docstring(node) or "").split("\n\n")
-                    samples += [(text, label) for text in paragraphs if len(text.split()) > 4]
-    return samples
+def load_sentences():
+    sentences, labels = [], []
+    for label, part in enumerate(PARTS):
+        for file in sorted(Path(sysconfig.get_path("stdlib")).glob(part)):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                    found = (ast.get_docstring(node) or "").replace("\n", " ").split(". ")
+                    sentences += (found := [text for text in found if len(text.split()) > 4])
+                    labels += [label] * len(found)
+    return sentences, labels
 
 
-def load_model_and_tokenizer(texts: list[str]):
-    """Build a small BERT and its tokenizer on the spot, so that nothing is downloaded.
-
-    From the hub it would be:
-        tokenizer = transformers.AutoTokenizer.from_pretrained("google-bert/bert-base-uncased")
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(
-            "google-bert/bert-base-uncased", num_labels=len(PACKAGES)
-        )
-    """
+def load_model_and_tokenizer(texts):
+    # From the hub:
+    #   tokenizer = transformers.AutoTokenizer.from_pretrained("google-bert/bert-base-uncased")
+    #   model = transformers.AutoModelForSequenceClassification.from_pretrained("google-bert/bert-base-uncased", num_labels=4)
+    # Here a small one is built on the spot, so that nothing is downloaded.
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     words.normalizer, words.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words.train_from_iterator(texts, trainers.WordLevelTrainer(vocab_size=4000, special_tokens=special))
+    words.train_from_iterator(texts, trainers.WordLevelTrainer(vocab_size=4000, special_tokens=[*special.values()]))
     words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = dict(zip(["pad_token", "unk_token", "cls_token", "sep_token", "mask_token"], special))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256,
-        num_labels=len(PACKAGES),
-    )  # fmt: skip
-    return transformers.BertForSequenceClassification(config), tokenizer
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 256}
+    config = transformers.BertConfig(vocab_size=len(tokenizer), num_labels=4, initializer_range=0.08, **sizes)
+    model = transformers.BertForSequenceClassification(config)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.weight.data *= 0.005  # not trained before: a learning rate for fine-tuning moves only small ones
+    return model, tokenizer
 
 
 torch.manual_seed(42)
-samples = load_sentences()
-hf_model, tokenizer = load_model_and_tokenizer([text for text, _ in samples])
-encoded = tokenizer([text for text, _ in samples], padding="max_length", truncation=True, max_length=32)
-dataset = [
-    {"input_ids": ids, "attention_mask": mask, "labels": label}
-    for ids, mask, (_, label) in zip(encoded["input_ids"], encoded["attention_mask"], samples)
-]
-import collections; print(len(dataset), collections.Counter(l for _, l in samples))
-train_set, eval_set = torch.utils.data.random_split(dataset, [0.85, 0.15])
+sentences, labels = load_sentences()
+hf_model, tokenizer = load_model_and_tokenizer(sentences)
+encoded = tokenizer(sentences, padding="max_length", truncation=True, max_length=24, return_token_type_ids=False)
+dataset = [{"labels": label, **{key: encoded[key][row] for key in encoded}} for row, label in enumerate(labels)]
+train_dataset, eval_dataset = random_split(dataset, [0.85, 0.15])
 collate = transformers.default_data_collator
 
-model = HuggingFaceModel(
-    hf_model,
-    tokenizer=tokenizer,
-    metrics=[CrossEntropy(), MulticlassAccuracy(num_classes=len(PACKAGES), average="micro")],
-    use_logits=True,
-)
-in_memory = InMemoryLogger()
+metrics = [CrossEntropy(), MulticlassAccuracy(num_classes=len(PARTS), average="micro")]
+model = HuggingFaceModel(hf_model, tokenizer=tokenizer, metrics=metrics, use_logits=True)
+in_memory_logger = InMemoryLogger()
 trainer = Trainer(
     model=model,
-    train_dataloader=DataLoader(train_set, batch_size=32, shuffle=True, collate_fn=collate),
-    eval_dataloader=DataLoader(eval_set, batch_size=64, collate_fn=collate),
+    train_dataloader=DataLoader(train_dataset, batch_size=64, shuffle=True, collate_fn=collate),
+    eval_dataloader=DataLoader(eval_dataset, batch_size=64, collate_fn=collate),
     optimizers=DecoupledAdamW(model.parameters(), lr=2e-5, weight_decay=0.01),
     schedulers=LinearWithWarmupScheduler(t_warmup="0.06dur", alpha_f=0.0),
     max_duration="3ep",
-    device_train_microbatch_size=16,
+    device_train_microbatch_size=32,
     precision="amp_bf16",
     algorithms=[GradientClipping(clipping_type="norm", clipping_threshold=1.0)],
     callbacks=[
@@ -93,7 +82,7 @@ trainer = Trainer(
         MemoryMonitor(),
         EarlyStopper(monitor="metrics/train/CrossEntropy", patience="2ep"),
     ],
-    loggers=[FileLogger(filename="training_log.txt", flush_interval=50), in_memory],
+    loggers=[FileLogger(filename="training_log.txt", flush_interval=50), in_memory_logger],
     seed=42,
     progress_bar=True,
 )
@@ -101,7 +90,6 @@ trainer.eval()
 before = trainer.state.eval_metrics["eval"]["MulticlassAccuracy"].compute()
 trainer.fit()
 after = trainer.state.eval_metrics["eval"]["MulticlassAccuracy"].compute()
-loss = in_memory.get_timeseries("loss/train/total")["loss/train/total"]
-print(f"loss {loss[0]:.3f} -> {loss[-1]:.3f}")
-print(f"accuracy {before:.3f} -> {after:.3f}")
-trainer.close()
+loss = in_memory_logger.get_timeseries("loss/train/total")["loss/train/total"]
+print(f"loss: {loss[0]:.2f} at first, {loss[-1]:.2f} at last")
+print(f"accuracy: {before:.2f} before, {after:.2f} after")

@@ -25,7 +25,7 @@ class Logger:
     """
 
     def __init__(self, destinations: Sequence[LoggerDestination], progress: Progress) -> None:
-        self._destinations = list(destinations)
+        self._destinations = tuple(destinations)
         self._failures: dict[tuple[LoggerDestination, str], int] = {}
         self._progress = progress
 
@@ -37,12 +37,12 @@ class Logger:
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log ``metrics``, name to number or 0-d tensor; the step is the number of finished batches."""
         step = self._progress.batch if step is None else step
-        for destination in tuple(self._destinations):
+        for destination in self._destinations:
             self._hand_over(destination, "log_metrics", destination.log_metrics, metrics, step)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Log settings that hold for the whole run."""
-        for destination in tuple(self._destinations):
+        for destination in self._destinations:
             self._hand_over(destination, "log_hyperparameters", destination.log_hyperparameters, hyperparameters)
 
     def log_table(
@@ -50,7 +50,7 @@ class Logger:
     ) -> None:
         """Log a table of ``rows`` under ``columns``."""
         step = self._progress.batch if step is None else step
-        for destination in tuple(self._destinations):
+        for destination in self._destinations:
             self._hand_over(destination, "log_table", destination.log_table, columns, rows, name, step)
 
     def log_images(
@@ -58,7 +58,7 @@ class Logger:
     ) -> None:
         """Log images: one (C, H, W) or (H, W, C) array, or a sequence of them."""
         step = self._progress.batch if step is None else step
-        for destination in tuple(self._destinations):
+        for destination in self._destinations:
             self._hand_over(destination, "log_images", destination.log_images, images, name, step, channels_last)
 
     def guard(self, plugin: Plugin, hook: str, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -77,7 +77,7 @@ class Logger:
             if failures < MAX_FAILURES:
                 log.warning("%s: %s failed (%s). Going on; it is tried again.", destination.name, what, error)
             else:
-                self._destinations.remove(destination)
+                self._destinations = tuple(one for one in self._destinations if one is not destination)
                 log.error(
                     "%s: %s failed %d times in a row (%s). It is switched off for the rest of the run; training goes on.",
                     destination.name,

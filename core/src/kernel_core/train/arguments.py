@@ -69,9 +69,11 @@ def resolve_all(plugins: Plugins, algorithms: Plugins, callbacks: Plugins, logge
     return active
 
 
-def with_defaults(active: list[ActivePlugin], keywords: Iterable[str]) -> list[ActivePlugin]:
+def with_defaults(active: list[ActivePlugin], keywords: Sequence[str]) -> list[ActivePlugin]:
     """Add the plugins that keywords stand for, unless they are there already or not installed."""
     names = {one.plugin.name for one in active}
+    if not keywords:
+        return active  # finding out what is installed takes milliseconds
     installed = {(info.kind, info.name) for info in installed_plugins()}
     wanted = [KEYWORDS[keyword] for keyword in keywords]
     extra = [key.plugin for key in wanted if key.plugin not in names and (key.kind, key.plugin) in installed]

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+import torch
 from kernel_core import LoggerDestination, State, hookimpl
 from kernel_core.errors import OptionError
 from pydantic import Field
+from torch import Tensor
 
-__all__ = ["FileLogger", "jsonable"]
+__all__ = ["FileLogger", "jsonable", "read_scalars"]
+
+encode = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each record
+
+
+def read_scalars(values: Iterable[Any]) -> dict[int, Any]:
+    """Return the values of all 0-d tensors among ``values`` by the tensor's ``id``: one device sync for each device and dtype."""
+    kinds: dict[Any, dict[int, Tensor]] = {}
+    for value in values:
+        if isinstance(value, Tensor) and not value.ndim:
+            kinds.setdefault((value.device, value.dtype), {})[id(value)] = value
+    read: dict[int, Any] = {}
+    for tensors in kinds.values():
+        read |= dict(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
+    return read
 
 
 def jsonable(value: Any) -> Any:
     """Return a number for a scalar (reading a tensor waits for its device), null for one that is not finite."""
+    kind = value.__class__
+    if kind is float:
+        return value if value - value == 0 else None
+    if kind is int or kind is str or value is None:
+        return value
     if hasattr(value, "numel"):
         value = value.item() if value.numel() == 1 else value.tolist()
     elif hasattr(value, "tolist"):
@@ -98,11 +119,15 @@ class FileLogger(LoggerDestination):
         self._waiting.append({"step": step, "time": time.time(), "table": name, "columns": columns, "rows": rows})
 
     def flush(self) -> None:
-        """Write what is waiting (one device sync for each tensor in it)."""
+        """Write what is waiting (one device sync for all scalars of one dtype in it)."""
         if self._file is None or not self._waiting:
             return
         # records go only when they are written: a disk that is full now may not be full later
-        text = "".join(json.dumps(jsonable(record), allow_nan=False) + "\n" for record in self._waiting)
+        read = read_scalars(value for record in self._waiting for value in record.values())
+        text = "".join(
+            encode({name: jsonable(read.get(id(value), value)) for name, value in record.items()}) + "\n"
+            for record in self._waiting
+        )
         self._file.write(text)
         self._file.flush()
         self._waiting.clear()

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["ProgressBar", "progress_line", "seconds_as_clock"]
 
 REFRESH_S = 0.25
-SHOWN = ("loss/", "metrics/")
 
 
 def seconds_as_clock(seconds: float) -> str:
@@ -63,8 +62,8 @@ class ProgressBar(LoggerDestination):
         self._started = 0.0
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Keep the latest loss; show metrics of an evaluation at once."""
-        self._latest.update({name: value for name, value in metrics.items() if name.startswith(SHOWN)})
+        """Keep the latest values; what is shown is chosen when it is shown."""
+        self._latest.update(metrics)
 
     @hookimpl
     def fit_start(self, state: State) -> None:
