@@ -65,6 +65,7 @@ collate = transformers.default_data_collator
 
 metrics = [CrossEntropy(), MulticlassAccuracy(num_classes=len(PARTS), average="micro")]
 model = HuggingFaceModel(hf_model, tokenizer=tokenizer, metrics=metrics, use_logits=True)
+early_stopper = EarlyStopper(monitor="metrics/train/CrossEntropy", patience="2ep")
 in_memory_logger = InMemoryLogger()
 trainer = Trainer(
     model=model,
@@ -76,12 +77,7 @@ trainer = Trainer(
     device_train_microbatch_size=32,
     precision="amp_bf16",
     algorithms=[GradientClipping(clipping_type="norm", clipping_threshold=1.0)],
-    callbacks=[
-        SpeedMonitor(window_size=50),
-        LRMonitor(),
-        MemoryMonitor(),
-        EarlyStopper(monitor="metrics/train/CrossEntropy", patience="2ep"),
-    ],
+    callbacks=[SpeedMonitor(window_size=50), LRMonitor(), MemoryMonitor(), early_stopper],
     loggers=[FileLogger(filename="training_log.txt", flush_interval=50), in_memory_logger],
     seed=42,
     progress_bar=True,

@@ -9,10 +9,10 @@ from kernel_plugin_speed_monitor import SpeedMonitor
 from kernel_plugin_torchvision import import_torchvision
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset, random_split
-from torchmetrics.classification import MulticlassAccuracy
 
-# `import torchvision`, which also works where torchvision's compiled operators do not fit a CPU build of torch
+# `import torchvision`, which also works where its compiled operators do not fit a CPU build of torch
 torchvision = import_torchvision()
+from torchmetrics.classification import MulticlassAccuracy  # noqa: E402 - imports torchvision itself
 
 
 class ResNet18(TrainableModel):
@@ -47,7 +47,7 @@ train_dataset, eval_dataset = random_split(TensorDataset(images, torch.tensor(di
 model = ResNet18(num_classes=10)
 trainer = Trainer(
     model=model,
-    train_dataloader=DataLoader(train_dataset, batch_size=32, shuffle=True),
+    train_dataloader=DataLoader(train_dataset, batch_size=64, shuffle=True),
     eval_dataloader=DataLoader(eval_dataset, batch_size=128),
     optimizers=DecoupledSGDW(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4),
     schedulers=CosineAnnealingWithWarmupScheduler(t_warmup="0.1dur", alpha_f=0.01),

@@ -38,7 +38,13 @@ class Logger:
         """Log ``metrics``, name to number or 0-d tensor; the step is the number of finished batches."""
         step = self._progress.batch if step is None else step
         for destination in self._destinations:
-            self._hand_over(destination, "log_metrics", destination.log_metrics, metrics, step)
+            try:  # as _hand_over, without its calls: this runs every batch
+                destination.log_metrics(metrics, step)
+            except OSError as error:
+                self._count_failure(destination, "log_metrics", error)
+            else:
+                if self._failures:
+                    self._failures.pop((destination, "log_metrics"), None)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Log settings that hold for the whole run."""
@@ -73,18 +79,21 @@ class Logger:
         try:
             take(*args)
         except OSError as error:
-            failures = self._failures[destination, what] = self._failures.get((destination, what), 0) + 1
-            if failures < MAX_FAILURES:
-                log.warning("%s: %s failed (%s). Going on; it is tried again.", destination.name, what, error)
-            else:
-                self._destinations = tuple(one for one in self._destinations if one is not destination)
-                log.error(
-                    "%s: %s failed %d times in a row (%s). It is switched off for the rest of the run; training goes on.",
-                    destination.name,
-                    what,
-                    failures,
-                    error,
-                )
+            self._count_failure(destination, what, error)
         else:
             if self._failures:
                 self._failures.pop((destination, what), None)
+
+    def _count_failure(self, destination: LoggerDestination, what: str, error: OSError) -> None:
+        failures = self._failures[destination, what] = self._failures.get((destination, what), 0) + 1
+        if failures < MAX_FAILURES:
+            log.warning("%s: %s failed (%s). Going on; it is tried again.", destination.name, what, error)
+            return
+        self._destinations = tuple(one for one in self._destinations if one is not destination)
+        log.error(
+            "%s: %s failed %d times in a row (%s). It is switched off for the rest of the run; training goes on.",
+            destination.name,
+            what,
+            failures,
+            error,
+        )

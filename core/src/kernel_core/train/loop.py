@@ -192,7 +192,6 @@ def _log_batch(logger: Logger, state: State) -> None:
     metrics = {
         "loss/train/total": state.loss,
         "time/epoch": progress.epoch,
-        "time/batch": progress.batch,
         "time/sample": progress.sample,
         "time/total_wct": progress.total_wct,
     }

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_core import Callback, TrainableModel, Trainer, hookimpl
 from kernel_core.errors import OptionError
-from kernel_plugin_file_logger import FileLogger, jsonable
+from kernel_plugin_file_logger import FileLogger, json_line, jsonable, read_scalars
 from torch import nn
 
 
@@ -146,3 +146,36 @@ def test_an_unknown_placeholder_is_refused() -> None:
         OptionError, match=r"file_logger\.filename: got '\{name\}\.txt', with an unknown placeholder 'name'"
     ):
         FileLogger("{name}.txt")
+
+
+def test_a_line_is_what_json_would_write() -> None:
+    generator = torch.Generator().manual_seed(0)
+    floats = (
+        torch.randn(200, generator=generator, dtype=torch.float64)
+        * 10.0 ** torch.arange(-100, 100, dtype=torch.float64)
+    ).tolist()
+    record = {
+        'quote " and ünï': 1,
+        "none": None,
+        "text": 'a"b\\',
+        "true": True,
+        "list": [1, 2.5],
+        "big": 10**30,
+        "neg": -0.0,
+    }
+    record |= {f"x{number}": value for number, value in enumerate(floats)}
+    assert json_line(record, {}) == json.dumps(record) + "\n"
+    assert json_line({"a": float("inf"), "b": [float("nan")]}, {}) == '{"a": null, "b": [null]}\n'
+
+
+def test_scalars_of_all_kinds_are_read_together_and_others_are_left() -> None:
+    values = [
+        torch.tensor(1.5),
+        torch.tensor(3),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.ones(2),
+        4.0,
+        torch.tensor(-1.0),
+    ]
+    read = read_scalars(values)
+    assert [read.get(id(value)) for value in values] == [1.5, 3, 2.5, None, None, -1.0]

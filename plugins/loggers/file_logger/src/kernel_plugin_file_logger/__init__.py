@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -14,7 +15,7 @@ from kernel_core.errors import OptionError
 from pydantic import Field
 from torch import Tensor
 
-__all__ = ["FileLogger", "jsonable", "read_scalars"]
+__all__ = ["FileLogger", "json_line", "jsonable", "read_scalars"]
 
 encode = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each record
 
@@ -33,11 +34,6 @@ def read_scalars(values: Iterable[Any]) -> dict[int, Any]:
 
 def jsonable(value: Any) -> Any:
     """Return a number for a scalar (reading a tensor waits for its device), null for one that is not finite."""
-    kind = value.__class__
-    if kind is float:
-        return value if value - value == 0 else None
-    if kind is int or kind is str or value is None:
-        return value
     if hasattr(value, "numel"):
         value = value.item() if value.numel() == 1 else value.tolist()
     elif hasattr(value, "tolist"):
@@ -49,6 +45,30 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+@cache
+def _json_key(name: str) -> str:
+    return f"{encode(name)}: "
+
+
+def json_line(record: Mapping[str, Any], read: Mapping[int, Any]) -> str:
+    """Return ``record`` as a line of JSON: what ``json.dumps`` would write, in half its time for numbers.
+
+    Args:
+        record: Names and values.
+        read: Values to use for tensors, by the tensor's ``id``.
+    """
+    entries = []
+    for name, value in record.items():
+        value = read.get(id(value), value)
+        kind = value.__class__
+        if kind is float:
+            text = repr(value) if value - value == 0 else "null"
+        else:
+            text = repr(value) if kind is int else encode(jsonable(value))
+        entries.append(_json_key(name) + text)
+    return f"{{{', '.join(entries)}}}\n"
 
 
 class FileLogger(LoggerDestination):
@@ -124,10 +144,7 @@ class FileLogger(LoggerDestination):
             return
         # records go only when they are written: a disk that is full now may not be full later
         read = read_scalars(value for record in self._waiting for value in record.values())
-        text = "".join(
-            encode({name: jsonable(read.get(id(value), value)) for name, value in record.items()}) + "\n"
-            for record in self._waiting
-        )
+        text = "".join(json_line(record, read) for record in self._waiting)
         self._file.write(text)
         self._file.flush()
         self._waiting.clear()
