@@ -67,7 +67,7 @@ class EarlyStopper(Callback):
         """Refuse a label that does not exist, and start anew where time was set back."""
         self._standalone = False
         if self.best_occurred is not None and state.progress.batch < self.best_occurred.batch.value:
-            pass
+            self.best = self.best_occurred = None
         self._check(state)
 
     @hookimpl
