@@ -41,9 +41,7 @@ class MendingLoader(Loader):
 class Finder(MetaPathFinder):
     """Finds torchvision as ever, with the loader above around its own."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torchvision":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

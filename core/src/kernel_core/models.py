@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
 
 
 class TrainableModel(nn.Module, ABC):
@@ -104,6 +107,9 @@ class Classifier(TrainableModel):
         try:
             from torchmetrics.classification import MulticlassAccuracy
         except ImportError:
+            return {}
+        except RuntimeError as error:  # torchmetrics imports torchvision, whose build may not fit that of torch
+            log.warning("classifier: no accuracy is measured, because importing torchmetrics failed: %s", error)
             return {}
         return {"MulticlassAccuracy": MulticlassAccuracy(num_classes=self.num_classes, average="micro")}
 
