@@ -275,7 +275,7 @@ def test_another_loader_starts_at_its_first_batch() -> None:
 
 
 def test_tokens_that_never_come_are_an_error_and_not_an_endless_run() -> None:
-    with pytest.raises(DataError, match="one of them counts tokens, and the batch has none"):
+    with pytest.raises(DataError, match="or a schedule counts tokens, and the batch has none"):
         make(max_duration="9tok").fit()
 
 

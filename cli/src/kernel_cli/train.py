@@ -94,7 +94,8 @@ def _write_run(folder: Path, origin: Source, config: Config, trainer: Any) -> No
     """Write config and plan. ``kernel train <folder>/config.yaml`` does the same run again, under a fresh name."""
     from kernel_core.storage import LocalStorage
 
-    config = {**({"recipe": origin.recipe_name} if origin.recipe_name else {}), **config}
+    settings = {key: value for key, value in config["train"].items() if key != "run_name"}
+    config = {**({"recipe": origin.recipe_name} if origin.recipe_name else {}), **config, "train": settings}
     storage = LocalStorage(folder)
     storage.write("config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
     storage.write("plan.json", json.dumps(trainer.plan.to_json(), indent=2).encode())

@@ -190,14 +190,12 @@ def build_trainer(config: Mapping[str, Any], functions: Mapping[str, Callable[..
         _call("scheduler", config, {**SCHEDULES, **functions}, train["seed"]) if config.get("scheduler") else None
     )
     evaluation = config.get("eval", {})
-    for evaluator in data.evaluators:
-        if evaluator.subset_num_batches < 0:
-            evaluator.subset_num_batches = evaluation.get("subset_num_batches", -1)
     return Trainer(
         model=model,
         train_dataloader=data.train,
         eval_dataloader=list(data.evaluators) or None,
         eval_interval=evaluation.get("interval", 1),
+        eval_subset_num_batches=evaluation.get("subset_num_batches", -1),
         optimizers=lambda parameters: optimizer(parameters, **options),
         schedulers=scheduler,
         plugins=plugin_requests(config.get("plugins", {})),

@@ -390,6 +390,7 @@ class Progress:
     def restart_epoch(self) -> None:
         """Forget what was done of the present epoch, though not in all."""
         self.batch_in_epoch = self.sample_in_epoch = self.token_in_epoch = 0
+        self.epoch_wct = 0.0
 
     def finish_iteration(self) -> None:
         """Count an iteration and start the counters inside it anew."""

@@ -311,9 +311,12 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with every tensor inside on ``device``, without waiting for the copies; ``batch`` stays as it is."""
+    """Return ``batch`` with every tensor inside on ``device``; ``batch`` stays as it is.
+
+    Copies to an accelerator are not waited for; copies to the CPU are, since whoever asks for them reads them next.
+    """
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, non_blocking=device.type != "cpu")
     if isinstance(batch, Mapping):
         if hasattr(batch, "to"):
             batch = _ask_to(copy.copy(batch), device)  # some mappings move themselves in place
@@ -330,7 +333,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def _ask_to(batch: Any, device: torch.device) -> Any:
     """Let ``batch`` move itself, without waiting if it knows how."""
     try:
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, non_blocking=device.type != "cpu")
     except TypeError:
         return batch.to(device)
 

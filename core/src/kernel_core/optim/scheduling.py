@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,13 @@ def apply_schedules(state: State, schedules: Sequence[Schedule]) -> None:
             group["lr"] = group["initial_lr"] * multiplier
 
 
+def times_of(schedule: Any) -> Iterator[Time]:
+    """Return the times that a schedule holds, to see in which units it measures."""
+    schedule = schedule.func if isinstance(schedule, partial) else schedule
+    for value in getattr(schedule, "__dict__", {}).values():
+        yield from (item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Time))
+
+
 def check_ratio(ssr: float) -> None:
     """Refuse a scale schedule ratio that is not a number above 0.
 
@@ -141,8 +148,15 @@ def check_schedulers(schedulers: Sequence[Any], ssr: float = 1.0) -> None:
     """Refuse what is neither a scheduler nor a schedule.
 
     Raises:
-        TrainerError: it cannot be called, or its ``step`` wants an argument that the loop does not have.
+        TrainerError: it cannot be called, its ``step`` wants an argument that the loop does not have, or torch's schedulers
+            and schedules are mixed, which would overwrite each other.
     """
+    stepped = [scheduler for scheduler in schedulers if hasattr(scheduler, "step")]
+    if stepped and len(stepped) < len(schedulers):
+        raise TrainerError(
+            f"schedulers: got torch's {type(stepped[0]).__name__} beside schedules on training time. Expected one kind: each "
+            "sets the learning rate anew. Write both as schedules, or both with torch's ChainedScheduler."
+        )
     for scheduler in schedulers:
         step = getattr(scheduler, "step", None)
         if step is None:

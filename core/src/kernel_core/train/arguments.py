@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ from kernel_core.device import resolve_device
 from kernel_core.engine import Engine
 from kernel_core.errors import OptionError, PluginLoadError, TrainerError
 from kernel_core.models import TrainableModel
-from kernel_core.optim.scheduling import check_ratio, scale_torch_scheduler, split_schedules
+from kernel_core.optim.scheduling import check_ratio, check_schedulers, scale_torch_scheduler, split_schedules
 from kernel_core.registry.base import Plugin
 from kernel_core.registry.discovery import find, installed_plugins
 from kernel_core.registry.options import bind_options
@@ -140,19 +141,38 @@ def check_run_name(run_name: str | None) -> None:
 
 
 def check_seed(seed: Any) -> int:
-    """Return ``seed`` if it is a whole number.
+    """Return ``seed`` as a number.
 
     Raises:
-        TrainerError: it is not.
+        TrainerError: it is no whole number from 0 to 2**63 - 1.
     """
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TrainerError(f"seed: got {seed!r}. Expected a whole number, or None.")
-    return seed
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = -1
+    if isinstance(seed, bool) or not 0 <= number < 2**63:
+        raise TrainerError(f"seed: got {seed!r}. Expected a whole number from 0 to 2**63 - 1, or None.")
+    return number
+
+
+def show_log(level: Any) -> None:
+    """Show what the kernel logs from ``level`` on.
+
+    Raises:
+        TrainerError: there is no such level.
+    """
+    name = level.upper() if isinstance(level, str) else level
+    if name not in logging.getLevelNamesMapping() and not isinstance(name, int):
+        raise TrainerError(
+            f"python_log_level: got {level!r}. Expected 'debug', 'info', 'warning', 'error', 'critical', or a number."
+        )
+    logging.basicConfig()
+    logging.getLogger("kernel_core").setLevel(name)
 
 
 def default_run_name() -> str:
-    """Return the environment's ``RUN_NAME``, else a fresh name that sorts by time."""
-    name = os.environ.get("RUN_NAME")
+    """Return ``COMPOSER_RUN_NAME`` or ``RUN_NAME`` of the environment, else a fresh name that sorts by time."""
+    name = os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
     check_run_name(name)
     return name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
@@ -200,29 +220,39 @@ def set_microbatches(state: State, size: Any, grad_accum: Any) -> None:
     state.device_train_microbatch_size, state.grad_accum = size, grad_accum
 
 
-def scale_schedule(state: State, ratio: float) -> None:
-    """Make the run and its schedules ``ratio`` times as long.
+def scaled(time: Time, ratio: float) -> Time:
+    """Return ``time`` made ``ratio`` times as long, rounded down.
 
     Raises:
-        TrainerError: the ratio is not positive, there is no schedule, or nothing of the run would be left.
+        TrainerError: nothing is left.
     """
     if ratio == 1.0:
-        return
+        return time
+    longer = Time(math.floor(time.value * ratio + 1e-6), time.unit)  # 0.29 of 100 is 29
+    if not longer.value:
+        raise TrainerError(f"scale_schedule_ratio: {ratio} of max_duration={time} is nothing. Give a larger one.")
+    return longer
+
+
+def scaled_schedulers(schedulers: Sequence[Any], ratio: float) -> tuple[Any, ...]:
+    """Return ``schedulers`` made ``ratio`` times as long; torch's are changed in place.
+
+    Raises:
+        TrainerError: one is no scheduler or cannot be scaled, the ratio is not positive, or there is nothing to scale.
+    """
+    check_schedulers(schedulers, ratio)
+    if ratio == 1.0:
+        return tuple(schedulers)
     check_ratio(ratio)
-    if not state.schedulers:
+    if not schedulers:
         raise TrainerError(
             f"scale_schedule_ratio: got {ratio}, and there is no scheduler. Expected at least one; without one, give another "
             "max_duration."
         )
-    limit = state.max_duration
-    scaled = None if limit is None else Time(math.floor(limit.value * ratio + 1e-6), limit.unit)  # 0.29 of 100 is 29
-    if scaled is not None and not scaled.value:
-        raise TrainerError(f"scale_schedule_ratio: {ratio} of max_duration={limit} is nothing. Give a larger one.")
-    stepped, schedules = split_schedules(state.schedulers, ratio)
+    stepped, schedules = split_schedules(schedulers, ratio)
     for scheduler in stepped:
         scale_torch_scheduler(scheduler, ratio)
-    state.schedulers = (*stepped, *schedules)
-    state.max_duration = scaled
+    return (*stepped, *schedules)
 
 
 def check_iterations(state: State) -> None:
@@ -234,6 +264,10 @@ def check_iterations(state: State) -> None:
     limit = state.max_duration
     if limit is not None and limit.unit is TimeUnit.ITERATION and state.iteration_length is None:
         raise TrainerError(f"max_duration: {limit} counts iterations. Give Trainer iteration_length=<epochs>.")
+    if state.counts(TimeUnit.ITERATION) and state.iteration_length is None:
+        raise TrainerError(
+            "eval_interval or schedulers: one of them counts iterations. Give Trainer iteration_length=<epochs>."
+        )
 
 
 def check_fit(state: State, data: DataSpec | None) -> None:

@@ -1,19 +1,20 @@
 """``device_train_microbatch_size="auto"``: the largest microbatch that fits, found by trying.
 
 A try that runs out of memory is undone and made again with half the rows. Copies to undo it with are taken only while
-a size is being probed: until a batch of that many entries has passed once.
+a size is being probed: until a microbatch of that many rows and entries has gone through a whole step, after the first,
+in which optimizers make their state.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernel_core.data.spec import DataSpec
+from kernel_core.data.spec import DataSpec, tensors_of
 from kernel_core.engine import TrainBatch
 from kernel_core.errors import TrainerError
 from kernel_core.logger import Logger
@@ -22,6 +23,7 @@ from kernel_core.train.snapshot import Snapshot, is_out_of_memory
 from kernel_core.train.state import State
 
 log = logging.getLogger(__name__)
+UNKNOWN = float("inf")  # of a batch without tensors: as if it were larger than any other
 
 
 class AutoMicrobatch:
@@ -30,68 +32,98 @@ class AutoMicrobatch:
     def __init__(self, state: State, data: DataSpec, precision: Precision, logger: Logger) -> None:
         self._state, self._precision, self._logger = state, precision, logger
         self._count = data.get_num_samples_in_batch
-        self._proven = -1  # entries of the largest batch that has passed with the present size
+        self._proven = self._largest = (
+            0.0,
+            0.0,
+        )  # rows and entries of a microbatch that has gone through; of this step
+        self._first = True
+        self._updating = False  # whether the optimizers have begun
         self._unreported = True
         self._batch: Any = None
 
-    def train_batch(self, train_batch: TrainBatch) -> TrainBatch:
-        """Return ``train_batch`` made again with smaller microbatches when memory runs out."""
+    def batch(self, run_batch: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return ``run_batch``, from the batch as the loader gave it to the end of its step, tried again when memory runs out.
+
+        In the first step everything is undone, the weights too: optimizers make their state there. Later, what fails
+        inside the optimizers themselves cannot be.
+        """
 
         def retried() -> Tensor:
-            self._batch = self._state.batch
-            entries = count_entries(self._batch)
-            snapshot = Snapshot(self._state, self._state.train_metrics) if entries > self._proven else None
+            batch, self._largest = self._state.batch, (0.0, 0.0)
+            snapshot = self._snapshot(batch, weights=self._first)
+            while True:
+                self._updating = False
+                try:
+                    loss = run_batch()
+                except Exception as error:
+                    if self._updating and not self._first:
+                        raise
+                    self._shrink(error, batch)
+                else:
+                    self._finish_step()
+                    return loss
+                self._undo(snapshot, batch)
+
+        return retried
+
+    def evaluation(self, train_batch: TrainBatch) -> TrainBatch:
+        """Return ``train_batch`` tried again when memory runs out: an optimizer may be in the middle of its step."""
+
+        def retried() -> Tensor:
+            batch, self._updating = self._state.batch, True
+            snapshot = self._snapshot(batch)
             while True:
                 try:
                     loss = train_batch()
                 except Exception as error:
-                    self._shrink(error)
+                    self._shrink(error, batch)
                 else:
-                    self._proven = max(self._proven, entries)
-                    self._report()
+                    self._largest = _larger(self._largest, self._measure(batch))
                     return loss
-                self._undo(snapshot)
+                self._undo(snapshot, batch)
 
         return retried
 
-    def first_step(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return ``step`` of which the first call can fail half-way: optimizers make their state there."""
-        begun = False
+    def _measure(self, batch: Any) -> tuple[float, float]:
+        """Return rows and entries of the largest microbatch of ``batch``."""
+        rows = self._count(batch)
+        entries = sum(tensor.numel() for tensor in tensors_of(batch)) or UNKNOWN
+        size = min(self._state.device_train_microbatch_size or rows, rows)
+        return size, entries * size / max(rows, 1)
 
-        def stepped() -> Tensor:
-            nonlocal begun
-            if begun:
-                return step()
-            self._batch = self._state.batch
-            snapshot = Snapshot(self._state, self._state.train_metrics, weights=True)
-            while True:
-                try:
-                    loss = step()
-                except Exception as error:
-                    self._shrink(error)
-                else:
-                    begun = True
-                    return loss
-                self._undo(snapshot)
+    def _snapshot(self, batch: Any, weights: bool = False) -> Snapshot | None:
+        rows, entries = self._measure(batch)
+        proven_rows, proven_entries = self._proven
+        if rows <= proven_rows and entries <= proven_entries and entries != UNKNOWN and not weights:
+            return None
+        return Snapshot(self._state, self._state.train_metrics, weights)
 
-        return stepped
+    def _finish_step(self) -> None:
+        if self._first:
+            self._first = False  # the next step is the first with all that stays in memory
+        else:
+            self._proven = _larger(self._proven, self._largest)
+        if self._unreported:
+            self._unreported = False
+            size = self._state.device_train_microbatch_size or self._count(self._state.batch)
+            self._logger.log_metrics({"trainer/device_train_microbatch_size": size})
 
-    def _shrink(self, error: Exception) -> None:
+    def _shrink(self, error: Exception, batch: Any) -> None:
         """Halve the size, or raise ``error`` if it is another one or there is nothing left to halve."""
         if not is_out_of_memory(error):
             raise error
         state = self._state
-        rows = state.device_train_microbatch_size or self._count(self._batch)
+        rows = min(state.device_train_microbatch_size or UNKNOWN, self._count(batch))
         if rows <= 1:
             raise TrainerError(
                 "device_train_microbatch_size: the device runs out of memory with a single row. Expected a model and a row "
                 "that fit. Use a smaller model or shorter rows, a smaller precision, or an engine that shards."
             ) from error
-        state.device_train_microbatch_size = rows // 2
-        self._proven, self._unreported = -1, True
+        state.device_train_microbatch_size = int(rows) // 2
+        self._proven, self._unreported = (0.0, 0.0), True
         log.warning("out of memory with microbatches of %d rows; trying %d.", rows, rows // 2)
 
-    def _undo(self, snapshot: Snapshot | None) -> None:
+    def _undo(self, snapshot: Snapshot | None, batch: Any) -> None:
         state = self._state
         if snapshot is None:
             log.warning(
@@ -99,7 +131,7 @@ class AutoMicrobatch:
                 "in buffers and metrics is not undone.",
                 state.progress.batch,
             )
-            state.batch, state.outputs, state.loss = self._batch, None, None
+            state.batch, state.outputs, state.loss = batch, None, None
             for parameter in state.model.parameters():
                 parameter.grad = None
         else:
@@ -108,16 +140,6 @@ class AutoMicrobatch:
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
-    def _report(self) -> None:
-        if self._unreported:
-            self._unreported = False
-            size = self._state.device_train_microbatch_size or self._count(self._batch)
-            self._logger.log_metrics({"trainer/device_train_microbatch_size": size})
 
-
-def count_entries(batch: Any) -> int:
-    """Return the number of entries of all tensors inside ``batch``."""
-    if isinstance(batch, Tensor):
-        return batch.numel()
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return sum(map(count_entries, parts))
+def _larger(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return max(one[0], other[0]), max(one[1], other[1])

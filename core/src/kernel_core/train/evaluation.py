@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from kernel_core.logger import Logger
 from kernel_core.timing import Progress, Time, TimeUnit
 from kernel_core.train.evaluator import Due, Evaluator
-from kernel_core.train.forward import Pass, run_pass
+from kernel_core.train.forward import Pass, batches_within, run_pass
 from kernel_core.train.precision import Precision
 from kernel_core.train.randomness import forked_randomness
 from kernel_core.train.state import State
@@ -92,6 +93,7 @@ def evaluate(
         subset_num_batches: Overrides that of the evaluators.
     """
     held = (state.dataloader, state.dataloader_label, state.dataloader_len, state.batch, state.outputs, state.loss)
+    started = time.perf_counter()
     modes = [(module, module.training) for module in state.model.modules()]
     for call in hooks.eval_before_all:
         call()
@@ -102,10 +104,11 @@ def evaluate(
             # not inference_mode: tensors made here may be kept by plugins and trained on
             with forked_randomness(state.seed, "eval", evaluator.label), torch.no_grad():
                 limit = evaluator.subset_num_batches if subset_num_batches is None else subset_num_batches
-                _evaluate_one(state, hooks, logger, precision, evaluator, limit)
+                _evaluate_one(state, hooks, logger, precision, evaluator, -1 if limit is None else limit)
             if state.interrupted is not None:
                 break
     finally:
+        state.time_out_s += time.perf_counter() - started
         for module, training in modes:
             module.training = training
         state.dataloader, state.dataloader_label, state.dataloader_len, state.batch, state.outputs, state.loss = held
@@ -124,7 +127,10 @@ def _evaluate_one(
         metric.reset()
         if hasattr(metric, "to"):
             metric.to(state.device)
-    state.dataloader, state.dataloader_label, state.dataloader_len = data.dataloader, evaluator.label, data.num_batches
+    for name in [name for name in state.eval_metric_values if name.partition("/")[0] == evaluator.label]:
+        del state.eval_metric_values[name]  # one that is interrupted leaves no values, and no old ones
+    state.dataloader, state.dataloader_label = data.dataloader, evaluator.label
+    state.dataloader_len = batches_within(data, limit)
     state.eval_progress = Progress()
 
     def update(outputs: Any) -> None:

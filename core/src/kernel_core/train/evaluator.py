@@ -31,7 +31,7 @@ class Evaluator:
         dataloader: A loader, DataSpec, or dict of DataSpec's arguments.
         metric_names: Which of the model's metrics to compute: regular expressions of which one must be found in the
             metric's name, in any case. None for all.
-        subset_num_batches: Evaluate on the first batches only; -1 or None for all.
+        subset_num_batches: Evaluate on the first batches only; -1 for all, None for what the trainer says.
         eval_interval: When; None for the trainer's. A function ``(state, event) -> bool`` is asked at the end of every
             batch, epoch and iteration, with the event's name.
         device_eval_microbatch_size: Rows in a forward pass; None for the whole batch, ``"auto"`` for as many as fit.
@@ -56,7 +56,7 @@ class Evaluator:
         self.label = label
         self.data = DataSpec.of(dataloader)
         self.metric_names = None if metric_names is None else list(metric_names)
-        self.subset_num_batches = -1 if subset_num_batches is None else subset_num_batches
+        self.subset_num_batches = subset_num_batches
         self.metrics: dict[str, Any] | None = None
         self.eval_interval = None if eval_interval is None else as_interval(eval_interval)
         self.microbatch = Microbatch.of(device_eval_microbatch_size, f"evaluator {label}: device_eval_microbatch_size")
@@ -81,27 +81,44 @@ class Evaluator:
         return copy.deepcopy(chosen)
 
 
-def as_evaluators(data: Any, subset_num_batches: int = -1) -> list[Evaluator]:
+def as_evaluators(data: Any, subset_num_batches: int = -1, taken: str | None = None) -> list[Evaluator]:
     """Return evaluators for what a user may give: a loader, a DataSpec, an Evaluator or a sequence of Evaluators.
+
+    Args:
+        subset_num_batches: For those that do not say.
+        taken: A label that is not free: that of the training metrics.
+
+    Returns:
+        Copies, so that an Evaluator may serve another trainer too.
 
     Raises:
         TrainerError: two have one label, or Evaluators and loaders are mixed.
     """
-    if data is None:
+    if data is None or (isinstance(data, list | tuple) and not data):
         return []
     if isinstance(data, Evaluator):
         data = [data]
-    if isinstance(data, list | tuple) and any(isinstance(item, Evaluator) for item in data):
-        if not all(isinstance(item, Evaluator) for item in data):
-            raise TrainerError(
-                "eval_dataloader: got Evaluators and other things. Wrap every loader: Evaluator(label, loader)."
-            )
-        labels = [item.label for item in data]
-        for label in labels:
-            if labels.count(label) > 1:
-                raise TrainerError(f"eval_dataloader: two evaluators have the label {label!r}. Give each its own.")
-        return list(data)
-    return [Evaluator("eval", data, subset_num_batches=subset_num_batches)]
+    if not (isinstance(data, list | tuple) and any(isinstance(item, Evaluator) for item in data)):
+        data = [Evaluator("eval", data)]
+    if not all(isinstance(item, Evaluator) for item in data):
+        raise TrainerError(
+            "eval_dataloader: got Evaluators and other things. Wrap every loader: Evaluator(label, loader)."
+        )
+    labels = [item.label for item in data]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise TrainerError(f"eval_dataloader: two evaluators have the label {label!r}. Give each its own.")
+    if taken in labels:
+        raise TrainerError(
+            f"eval_dataloader: an evaluator has the label {taken!r}, which is that of the training metrics. Give it another."
+        )
+    evaluators = [copy.copy(item) for item in data]
+    for evaluator in evaluators:
+        evaluator.metrics = None
+        evaluator.microbatch = copy.copy(evaluator.microbatch)
+        if evaluator.subset_num_batches is None:
+            evaluator.subset_num_batches = subset_num_batches
+    return evaluators
 
 
 def check_subset(evaluator: Evaluator, subset_num_batches: int = -1) -> None:
@@ -110,7 +127,7 @@ def check_subset(evaluator: Evaluator, subset_num_batches: int = -1) -> None:
     Raises:
         DataError: the loader has no length and no ``subset_num_batches`` is given.
     """
-    if evaluator.data.num_batches is None and max(evaluator.subset_num_batches, subset_num_batches) < 0:
+    if evaluator.data.num_batches is None and max(evaluator.subset_num_batches or -1, subset_num_batches) < 0:
         raise DataError(
             f"evaluator {evaluator.label}: its loader has no length. Give subset_num_batches, so that evaluation ends."
         )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from kernel_core.data.spec import DataSpec, to_device
+from kernel_core.data.spec import DataSpec, tensors_of, to_device
 from kernel_core.errors import TrainerError
 from kernel_core.timing import Progress
 from kernel_core.train.snapshot import is_out_of_memory
@@ -28,10 +28,12 @@ class Microbatch:
     Attributes:
         rows: None for the whole batch.
         auto: Halve ``rows`` when memory runs out.
+        proven: Entries of the largest batch that has passed with the present ``rows``.
     """
 
     rows: int | None = None
     auto: bool = False
+    proven: int = 0
 
     @classmethod
     def of(cls, size: int | Literal["auto"] | None, argument: str) -> Microbatch:
@@ -49,7 +51,7 @@ class Microbatch:
         """Halve the size, or raise ``error`` if it is another one, or the size is fixed or one."""
         if not (self.auto and is_out_of_memory(error)) or (self.rows or rows) <= 1:
             raise error
-        self.rows = (self.rows or rows) // 2
+        self.rows, self.proven = (self.rows or rows) // 2, 0
         log.warning("%s: out of memory; trying microbatches of %d rows.", what, self.rows)
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
@@ -85,6 +87,12 @@ class Pass:
     take: Callable[[Any], None]
     hold: Callable[[], Callable[[], None]]
     finish_batch: Callable[[], None] = lambda: None
+
+
+def batches_within(data: DataSpec, limit: int) -> int | None:
+    """Return how many batches are read, at most ``limit`` if that is not negative; None if nobody knows."""
+    length = data.num_batches
+    return length if limit < 0 else limit if length is None else min(length, limit)
 
 
 def run_pass(state: State, hooks: SimpleNamespace, job: Pass) -> bool:
@@ -127,15 +135,18 @@ def _make_run_batch(state: State, hooks: SimpleNamespace, job: Pass) -> Callable
 
     def run_batch() -> None:
         batch = state.batch
-        take_back = job.hold() if microbatch.auto else None
+        entries = sum(tensor.numel() for tensor in tensors_of(batch)) if microbatch.auto else 0
+        take_back = job.hold() if microbatch.auto and not 0 < entries <= microbatch.proven else None
         while True:
             try:
                 run_microbatches(batch)
+                microbatch.proven = max(microbatch.proven, entries)
                 break
             except Exception as error:
+                if take_back is None:  # one of its size has passed: what this one has given cannot be taken back
+                    raise
                 rows = data.get_num_samples_in_batch(batch)
                 microbatch.shrink(error, rows, f"{job.prefix} {state.dataloader_label}")
-            assert take_back is not None  # else shrink raised
             take_back()
             state.outputs = None
         if microbatch.rows is not None:

@@ -34,8 +34,11 @@ def signals_noted(state: State) -> Iterator[None]:
     process = os.getpid()
 
     def note(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != process:
-            return  # a forked worker of a loader: Ctrl-C reaches it too, and its parent still wants its batches
+        if os.getpid() != process:  # a child that was forked meanwhile, such as a worker of a loader
+            if number != signal.SIGINT:  # Ctrl-C reaches it too, and its parent still wants its batches
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
         if state.interrupted is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -45,21 +48,13 @@ def signals_noted(state: State) -> Iterator[None]:
         log.warning("%s: the run ends after the step it is in. Once more, and it stops at once.", name)
 
     held: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    mine = {number for number, handler in held.items() if handler is not None}  # None: set by C code, not ours to move
+    # None was set by C code; ignored ones are ignored by whoever started the process, as nohup does
+    mine = {number for number, handler in held.items() if handler not in (None, signal.SIG_IGN)}
     for number in mine:
         signal.signal(number, note)
     try:
         yield
     finally:
         for number in mine:
-            signal.signal(number, held[number])
-
-
-def raise_if_interrupted(state: State) -> None:
-    """Turn a noted signal into its exception.
-
-    Raises:
-        Interrupted: a signal was noted.
-    """
-    if state.interrupted is not None:
-        raise Interrupted(state.interrupted)
+            if signal.getsignal(number) is note:  # else somebody has set another one since
+                signal.signal(number, held[number])

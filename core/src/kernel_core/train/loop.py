@@ -11,6 +11,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernel_core.data.loader import begin_epoch
@@ -18,7 +19,7 @@ from kernel_core.data.prefetch import DevicePrefetcher, safe_depth
 from kernel_core.data.spec import DataSpec
 from kernel_core.errors import DataError
 from kernel_core.logger import Logger
-from kernel_core.optim.scheduling import apply_schedules, split_schedules
+from kernel_core.optim.scheduling import split_schedules
 from kernel_core.surgery import StructureWatch
 from kernel_core.timing import TimeUnit
 from kernel_core.train.evaluation import Evaluations, compute_metrics
@@ -34,7 +35,7 @@ def training_steps(
     data: DataSpec,
     evaluations: Evaluations,
     watch: StructureWatch,
-    step: Callable[[], Tensor],
+    run_batch: Callable[[], Tensor],
     read: Callable[..., Any] = next,
     step_schedulers_every_batch: bool = True,
 ) -> Iterator[None]:
@@ -47,19 +48,18 @@ def training_steps(
         data: What is trained on.
         evaluations: Runs the evaluators that are due.
         watch: Notices structure that changes after surgery.
-        step: Trains on ``state.batch`` and returns its detached loss.
+        run_batch: Trains on ``state.batch`` as the loader gave it and returns its detached loss.
         read: ``next``, or something around it.
         step_schedulers_every_batch: Whether torch's schedulers are stepped by batch or by epoch.
     """
     progress, optimizers = state.progress, state.optimizers
     count_samples, count_tokens = data.get_num_samples_in_batch, data.get_num_tokens_in_batch
-    torch_schedulers, schedules = split_schedules(state.schedulers)
-    counts_tokens = state.counts_tokens
+    torch_schedulers, _ = split_schedules(state.schedulers)
+    counts_tokens = state.counts(TimeUnit.TOKEN)
     epochs_in_iteration = state.iteration_in(TimeUnit.EPOCH)
     tokens_in_iteration = state.iteration_in(TimeUnit.TOKEN)
     listening = logger.listening
-    before_dataloader, after_dataloader = hooks.before_dataloader, hooks.after_dataloader
-    batch_start, batch_end, batch_checkpoint = hooks.batch_start, hooks.batch_end, hooks.batch_checkpoint
+    before_dataloader, batch_end, batch_checkpoint = hooks.before_dataloader, hooks.batch_end, hooks.batch_checkpoint
 
     # fit start: the plan is fixed, the model final; resumed runs enter the epoch they left
     watch.look("the start of fit")
@@ -67,7 +67,7 @@ def training_steps(
         call()
     state.model.train()
     announced = -1
-    last = time.perf_counter()
+    last, state.time_out_s = time.perf_counter(), 0.0
     while not state.stopped:
         announced = _start_iteration(state, hooks, announced)
         if progress.batch_in_epoch == 0:
@@ -93,24 +93,18 @@ def training_steps(
             num_samples, num_tokens = count_samples(batch), count_tokens(batch)
             if counts_tokens and not num_tokens:
                 raise DataError(
-                    "max_duration and iteration_length: one of them counts tokens, and the batch has none. "
+                    "max_duration, iteration_length, eval_interval or a schedule counts tokens, and the batch has none. "
                     "Give DataSpec(dataloader, get_num_tokens_in_batch=...), or another unit."
                 )
             state.batch, state.evaluation = batch, 0
-            for call in after_dataloader:
-                call()
 
-            # step: forward, loss and backward of every microbatch, then the optimizers
-            if schedules:
-                apply_schedules(state, schedules)
-            for call in batch_start:
-                call()
-            state.loss = step()
+            # step: after_dataloader, batch_start, the microbatches' forward, loss and backward, then the optimizers
+            state.loss = run_batch()
 
             # end of the step: time moves, then everybody looks at the result
             now = time.perf_counter()
-            progress.finish_batch(num_samples, num_tokens, now - last)
-            last = now
+            progress.finish_batch(num_samples, num_tokens, now - last - state.time_out_s)
+            last, state.time_out_s = now, 0.0
             if listening:
                 _log_batch(logger, state)
             for call in batch_end:
@@ -118,13 +112,15 @@ def training_steps(
             if step_schedulers_every_batch:
                 for scheduler in torch_schedulers:
                     scheduler.step()
-            if evaluations.each_batch and evaluations.run_due("batch"):
-                last = time.perf_counter()  # evaluation is not training time
+            if evaluations.each_batch:
+                evaluations.run_due("batch")
             for call in batch_checkpoint:
                 call()
             if tokens_in_iteration and progress.token_in_iteration >= tokens_in_iteration:
                 _finish_iteration(state, hooks, evaluations)
+            paused = time.perf_counter()
             yield
+            state.time_out_s += time.perf_counter() - paused
         else:
             if progress.batch_in_epoch != state.dataloader_len:
                 break  # stopped in mid-epoch
@@ -142,7 +138,6 @@ def training_steps(
             call()
         if epochs_in_iteration and progress.epoch_in_iteration >= epochs_in_iteration:
             _finish_iteration(state, hooks, evaluations)
-        last = time.perf_counter()
 
     watch.look("the end of fit")
     if state.interrupted is not None:
@@ -181,7 +176,13 @@ def _batches(data: DataSpec, state: State) -> Iterator[Any]:
     """Return the batches of the present epoch from the present place on; copied ahead to an accelerator where that is safe."""
     done, length, loader = state.progress.batch_in_epoch, state.dataloader_len, data.dataloader
     skipped = begin_epoch(loader, state.progress.epoch, done)
-    batches = islice(iter(loader), skipped, None if length is None else skipped + max(length - done, 0))
+    generator = torch.get_rng_state() if done else None
+    batches = iter(loader)
+    if generator is not None:
+        torch.set_rng_state(generator)  # a DataLoader draws a seed for its workers; this epoch's is drawn already
+    if batches is loader or not state.spin_dataloaders:
+        skipped = 0  # an iterator goes on where it is
+    batches = islice(batches, skipped, None if length is None else skipped + max(length - done, 0))
     if state.device.type != "cpu" and (depth := safe_depth(loader)):
         return iter(DevicePrefetcher(batches, state.device, depth, data.batch_transforms))
     return batches if data.batch_transforms is None else map(data.batch_transforms, batches)

@@ -13,6 +13,7 @@ from kernel_core.data.spec import DataSpec, to_device
 from kernel_core.engine import TrainBatch
 from kernel_core.errors import DataError
 from kernel_core.models import TrainableModel
+from kernel_core.train.first_step import check_loss
 from kernel_core.train.precision import Precision
 from kernel_core.train.state import State
 
@@ -83,8 +84,8 @@ def _make_run(
 ) -> Callable[[Any, Any], Any]:
     """Return the function that runs one microbatch and returns its share of the batch's loss, detached."""
     model, prepare = state.model, make_prepare(state, data)
-    if prepare is not None:
-        state.prepare_batch = prepare
+    state.prepare_batch = prepare or (lambda batch: batch)
+    unchecked = True
     forward, compute_loss = instrument("forward", state.compute_outputs), instrument("loss", state.compute_loss)
     backward = instrument("backward", precision.scaled(state.engine.backward))
     metrics = state.train_metrics
@@ -93,6 +94,7 @@ def _make_run(
     before_backward, after_backward = hooks.before_backward, hooks.after_backward
 
     def run(batch: Any, share: Any) -> Any:
+        nonlocal unchecked
         state.batch = batch if prepare is None else prepare(batch)
 
         # forward
@@ -106,7 +108,7 @@ def _make_run(
         for call in before_loss:
             call()
         state.loss = compute_loss(state.batch)
-        if state.latest_parts and not state.evaluation:
+        if state.latest_parts:
             _keep_parts(state, share)
         for call in after_loss:
             call()
@@ -115,6 +117,9 @@ def _make_run(
         for call in before_backward:
             call()
         loss = state.loss if share is None else _weighted(state.loss, share)
+        if unchecked:
+            check_loss(state, loss)
+            unchecked = False
         backward(loss)
         for call in after_backward:
             call()
@@ -133,8 +138,8 @@ def _update_metrics(model: TrainableModel, state: State, metrics: Mapping[str, A
 
 
 def _keep_parts(state: State, share: Any) -> None:
-    """Add the parts of a loss that has several to those of the batch, to be logged."""
-    for name, part in state.latest_parts.items():
+    """Add the parts of a loss that has several to those of the batch, to be logged; a re-evaluation adds nothing."""
+    for name, part in state.latest_parts.items() if not state.evaluation else ():
         value = part.detach() if share is None else _weighted(part.detach(), share)
         state.loss_parts[name] = value if name not in state.loss_parts else state.loss_parts[name] + value
     state.latest_parts = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -123,7 +124,12 @@ class Precision:
         """Return the calls that take the loss scale out of the gradients, none where there is no scale."""
         if self._scaler is None:
             return []
-        return [lambda optimizer=optimizer: self._scaler.unscale_(optimizer) for optimizer in optimizers]  # type: ignore[misc, union-attr]
+
+        def unscale(optimizer: Optimizer) -> None:
+            if _has_gradients(optimizer):
+                self._scaler.unscale_(optimizer)  # type: ignore[union-attr]
+
+        return [partial(unscale, optimizer) for optimizer in optimizers]
 
     def steppers(self, optimizers: Sequence[Optimizer]) -> Sequence[Any]:
         """Return stand-ins of ``optimizers`` that pass over a step whose gradients overflowed; themselves without scaling."""
@@ -160,10 +166,16 @@ class _ScaledStep:
         loss = None if closure is None else closure()
         scaler = self._precision._scaler
         assert scaler is not None
-        scaler.step(self._optimizer)
+        if _has_gradients(self._optimizer):
+            scaler.step(self._optimizer)
         if self._updates:
             scaler.update()
         return loss
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    """Say whether there is anything to step; the scaler takes an optimizer without gradients for a mistake."""
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def live_dtypes(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[tuple[str, str, int, int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernel_core.data.spec import DataSpec, to_device
 from kernel_core.timing import Progress
-from kernel_core.train.forward import Microbatch, Pass, run_pass
+from kernel_core.train.forward import Microbatch, Pass, batches_within, run_pass
 from kernel_core.train.precision import Precision
 from kernel_core.train.randomness import forked_randomness
 from kernel_core.train.state import State
@@ -29,24 +29,31 @@ def predict(
     """Return the outputs of each batch on the CPU, those of its microbatches put together."""
     held = (state.dataloader, state.dataloader_label, state.dataloader_len, state.batch, state.outputs)
     modes = [(module, module.training) for module in state.model.modules()]
-    state.dataloader, state.dataloader_label, state.dataloader_len = data.dataloader, "predict", data.num_batches
+    state.dataloader, state.dataloader_label = data.dataloader, "predict"
+    state.dataloader_len = batches_within(data, subset_num_batches)
     progress = state.predict_progress = Progress()
     state.model.eval()
     outputs: list[Any] = []
     parts: list[Any] = []
+    rows: list[int] = []
     cpu = torch.device("cpu")
 
     def take(part: Any) -> None:
         if return_outputs:
             parts.append(to_device(part, cpu))
+            rows.append(data.get_num_samples_in_batch(state.batch))
 
     def finish_batch() -> None:
         if parts:
-            outputs.append(concatenate(parts))
-            parts.clear()
+            outputs.append(concatenate(parts, rows))
+            clear()
+
+    def clear() -> None:
+        parts.clear()
+        rows.clear()
 
     def hold() -> Callable[[], None]:
-        return parts.clear
+        return clear
 
     try:
         with forked_randomness(state.seed, "predict"), torch.no_grad():
@@ -64,21 +71,30 @@ def predict(
     return outputs
 
 
-def concatenate(parts: Sequence[Any]) -> Any:
-    """Return the outputs of several microbatches as those of one batch: tensors along their first dimension.
+def concatenate(parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Return the outputs of several microbatches as those of one batch.
+
+    Tensors are joined along their first dimension, lists with an entry for each row one after the other, mappings and other
+    sequences column by column. What has no rows comes as a list of what each microbatch gave, None as None.
 
     Args:
-        parts: Of one structure. What is no tensor with rows, mapping or sequence of such is returned as a list of all.
+        parts: Of one structure.
+        rows: The number of rows of each microbatch.
     """
     first = parts[0]
-    if len(parts) == 1:
+    if len(parts) == 1 or all(part is None for part in parts):
         return first
     if isinstance(first, Tensor) and first.ndim:
         return torch.cat(list(parts))
     if isinstance(first, Mapping):
-        joined = {key: concatenate([part[key] for part in parts]) for key in first}
+        joined = {key: concatenate([part[key] for part in parts], rows) for key in first}
         return joined if type(first) is dict else type(first)(joined)  # type: ignore[call-arg]
-    if isinstance(first, list | tuple):
-        columns = [concatenate(column) for column in zip(*parts, strict=True)]
+    columns_of_tensors = (
+        any(isinstance(item, Tensor) and item.ndim for item in first) if isinstance(first, list) else True
+    )
+    if not columns_of_tensors and [len(part) for part in parts] == list(rows):
+        return [item for part in parts for item in part]
+    if isinstance(first, list | tuple) and all(len(part) == len(first) for part in parts):
+        columns = [concatenate(column, rows) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     return list(parts)

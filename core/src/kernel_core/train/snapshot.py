@@ -29,20 +29,18 @@ class Snapshot:
 
     Args:
         state: The run.
+        metrics: What the try updates.
         weights: Take parameters and optimizer state too, for a step that may fail half-way.
     """
 
     def __init__(self, state: State, metrics: dict[str, Any], weights: bool = False) -> None:
         self._state, self._metrics = state, metrics
-        model = state.model
-        tensors = [*model.buffers(), *(model.parameters() if weights else ())]
-        self._tensors = [(tensor, _kept(tensor)) for tensor in tensors]
-        self._optimizers = (
-            [(optimizer, _hold(optimizer.state_dict())) for optimizer in state.optimizers] if weights else []
-        )
+        # by name: a module may put a new tensor in the place of a buffer
+        self._buffers = {name: _value(buffer) for name, buffer in state.model.named_buffers()}
+        self._weights = [(weight, _value(weight)) for weight in state.model.parameters()] if weights else []
+        self._optimizers = [(one, _hold(one.state_dict())) for one in state.optimizers] if weights else []
         self._kept_metrics = copy.deepcopy(metrics)
-        self._batch = state.batch
-        self._kept_batch = copy.deepcopy(state.batch)
+        self._batch = _hold(state.batch)
         plugins = [one.plugin for one in state.plan.plugins if type(one.plugin).state_dict is not Plugin.state_dict]
         self._plugins = [(plugin, _hold(plugin.state_dict())) for plugin in plugins]
         self._evaluation = state.evaluation
@@ -51,43 +49,49 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back. May be called again after another failed try."""
-        for tensor, kept in self._tensors:
-            tensor.copy_(kept)
-        for optimizer, kept_state in self._optimizers:
-            optimizer.load_state_dict(_given_back(kept_state))
+        state = self._state
+        for name, buffer in state.model.named_buffers():
+            if name in self._buffers:
+                buffer.copy_(self._buffers[name])
+        for weight, value in self._weights:
+            weight.copy_(value)
+        for optimizer, held in self._optimizers:
+            optimizer.load_state_dict(_given_back(held))
         self._metrics.update(copy.deepcopy(self._kept_metrics))
-        for plugin, plugin_state in self._plugins:
-            plugin.load_state_dict(_given_back(plugin_state))
-        self._state.batch = copy.deepcopy(self._kept_batch)
-        self._state.outputs = self._state.loss = None
-        self._state.evaluation = self._evaluation
-        for parameter in self._state.model.parameters():
+        for plugin, held in self._plugins:
+            plugin.load_state_dict(_given_back(held))
+        state.batch, state.outputs, state.loss = _given_back(self._batch), None, None
+        state.loss_parts, state.latest_parts, state.evaluation = {}, {}, self._evaluation
+        for parameter in state.model.parameters():
             parameter.grad = None
         self._randomness()
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
-
-
 class _Held:
-    """A tensor's value, and the device it goes back to."""
+    """A tensor's value, and where it goes back to."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.value, self.device = _kept(tensor), tensor.device
+        self.value, self.device, self.requires_grad = _value(tensor), tensor.device, tensor.requires_grad
+
+    def give_back(self) -> Tensor:
+        return self.value.to(self.device, copy=True).requires_grad_(self.requires_grad)
+
+
+def _value(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
 
 
 def _hold(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _Held(value)
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: _hold(item) for key, item in value.items()}
     return type(value)(map(_hold, value)) if type(value) in (list, tuple) else copy.deepcopy(value)
 
 
 def _given_back(value: Any) -> Any:
     if isinstance(value, _Held):
-        return value.value.to(value.device, copy=True)
-    if isinstance(value, dict):
+        return value.give_back()
+    if type(value) is dict:
         return {key: _given_back(item) for key, item in value.items()}
     return type(value)(map(_given_back, value)) if type(value) in (list, tuple) else copy.deepcopy(value)

@@ -89,7 +89,7 @@ def bind_precision(state: State) -> Precision:
     if state.precision == "amp_fp8" and not contexts:
         raise TrainerError(
             "precision: 'amp_fp8' needs a plugin that computes in fp8, and none is active. Expected one that answers "
-            "precision_context. Install it: pip install kernel-plugin-fp8."
+            "precision_context. Install it, pip install kernel-plugin-fp8, and name it: algorithms=['fp8']."
         )
     precision = Precision(state.precision, state.device, contexts)
     check_reevaluation(state.optimizers, state.engine, precision)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernel_core.data.spec import device_of, get_item, set_item
 from kernel_core.errors import TrainerError
+from kernel_core.optim.scheduling import times_of
 from kernel_core.timing import Progress, Time, Timestamp, TimeUnit, reader
 from kernel_core.train.precision import check_precision
 from kernel_core.train.randomness import SCOPES, Scope, keyed_generator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kernel_core.registry.base import Plugin
     from kernel_core.registry.plan import Plan
     from kernel_core.surgery import SurgeryReport
-    from kernel_core.train.evaluator import Evaluator
+    from kernel_core.train.evaluator import Due, Evaluator
 
 
 class State:
@@ -49,10 +50,13 @@ class State:
         train_metrics, eval_metrics: Metric objects by name, and by evaluator label and name.
         train_metric_values, eval_metric_values: What they last computed: name, or ``label/name``, to number or tensor.
         evaluators: The evaluators of the run.
+        eval_interval: When those evaluate that do not say: a time, or a function ``(state, event) -> bool``.
         progress: The counters behind ``timestamp`` as plain numbers, for what reads them every batch.
         max_duration: When training ends.
         microbatch: The number of the microbatch in its batch.
         evaluation: How often the batch has been evaluated before, by an optimizer that does so more than once.
+        time_out_s: Time since the last batch that is not training: evaluation, and what the user does between steps.
+        spin_dataloaders: Whether an epoch that was left is entered again at its place.
         train_label: The middle part of ``metrics/<label>/<name>`` of the training metrics.
         device_train_microbatch_size: Rows in a microbatch; None for the whole batch. With ``auto_microbatching`` the size
             found so far.
@@ -98,11 +102,14 @@ class State:
         self.latest_parts: dict[str, Tensor] = {}
         self.microbatch = 0
         self.evaluation = 0
+        self.time_out_s = 0.0
+        self.spin_dataloaders = True
         self.train_metrics: dict[str, Any] = {}
         self.eval_metrics: dict[str, dict[str, Any]] = {}
         self.train_metric_values: dict[str, Any] = {}
         self.eval_metric_values: dict[str, Any] = {}
         self.evaluators: list[Evaluator] = []
+        self.eval_interval: Time | Due = Time(1, TimeUnit.EPOCH)
         self.train_label = "train"
         self.device_train_microbatch_size: int | None = None
         self.auto_microbatching = False
@@ -172,11 +179,12 @@ class State:
             return progress.token_in_iteration == 0
         return progress.epoch_in_iteration == 0 and progress.batch_in_epoch == 0
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the run cannot do without a count of tokens."""
-        limit = self._max_duration
-        return (limit is not None and limit.unit is TimeUnit.TOKEN) or bool(self.iteration_in(TimeUnit.TOKEN))
+    def counts(self, unit: TimeUnit) -> bool:
+        """Whether something of the run is measured in ``unit``: its end, iterations, schedules or evaluators."""
+        intervals = [evaluator.eval_interval or self.eval_interval for evaluator in self.evaluators]
+        times = [self._max_duration, self._iteration_length, *intervals]
+        times += [time for schedule in self.schedulers for time in times_of(schedule)]
+        return any(isinstance(time, Time) and time.unit is unit for time in times)
 
     @property
     def timestamp(self) -> Timestamp:

@@ -1,4 +1,4 @@
-"""One optimizer step, put together from what the run needs for it."""
+"""One batch as one optimizer step, put together from what the run needs for it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,40 @@ from torch import Tensor
 
 from kernel_core.data.spec import DataSpec
 from kernel_core.logger import Logger
+from kernel_core.optim.scheduling import Schedule, apply_schedules
 from kernel_core.train.auto_microbatch import AutoMicrobatch
 from kernel_core.train.microbatch import Instrument, make_train_batch
 from kernel_core.train.precision import Precision
 from kernel_core.train.state import State
 
 
-def make_step(
-    state: State, hooks: SimpleNamespace, logger: Logger, data: DataSpec, precision: Precision, instrument: Instrument
+def make_run_batch(
+    state: State,
+    hooks: SimpleNamespace,
+    logger: Logger,
+    data: DataSpec,
+    schedules: list[Schedule],
+    precision: Precision,
+    instrument: Instrument,
 ) -> Callable[[], Tensor]:
-    """Return ``step()``: forward, loss and backward of every microbatch of ``state.batch``, then the optimizers.
-
-    It returns the detached mean loss of the batch.
-    """
+    """Return ``run_batch()``, which trains on ``state.batch`` as the loader gave it and returns its detached mean loss."""
     train_batch = make_train_batch(state, hooks, data, precision, instrument)
     auto = AutoMicrobatch(state, data, precision, logger) if state.auto_microbatching else None
     if auto is not None:
-        train_batch = auto.train_batch(train_batch)
-    step: Callable[[], Tensor] = partial(state.engine.step, precision.steppers(state.optimizers), train_batch)
-    if auto is not None:
-        step = auto.first_step(step)
-    return instrument("step", step)
+        train_batch = auto.evaluation(train_batch)
+    step = instrument("step", partial(state.engine.step, precision.steppers(state.optimizers), train_batch))
+    after_dataloader, batch_start = hooks.after_dataloader, hooks.batch_start
+
+    def run_batch() -> Tensor:
+        # the last changes to the rows
+        for call in after_dataloader:
+            call()
+        if schedules:
+            apply_schedules(state, schedules)
+        for call in batch_start:
+            call()
+
+        # forward, loss and backward of every microbatch, then the optimizers
+        return step()  # type: ignore[no-any-return]
+
+    return run_batch if auto is None else auto.batch(run_batch)

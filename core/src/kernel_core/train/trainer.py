@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import secrets
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -21,7 +22,7 @@ from kernel_core.errors import Interrupted, TrainerError
 from kernel_core.logger import Logger
 from kernel_core.models import TrainableModel
 from kernel_core.optim.parameter_groups import OptimizerRequest
-from kernel_core.optim.scheduling import apply_schedules, check_schedulers, split_schedules
+from kernel_core.optim.scheduling import apply_schedules, split_schedules
 from kernel_core.registry.base import LoggerDestination
 from kernel_core.registry.options import to_json
 from kernel_core.registry.plan import Plan, PlannedCall, build_plan, invoke
@@ -39,8 +40,10 @@ from kernel_core.train.arguments import (
     place,
     resolve_all,
     resolve_engine,
-    scale_schedule,
+    scaled,
+    scaled_schedulers,
     set_microbatches,
+    show_log,
     unwrap_compiled,
     with_defaults,
 )
@@ -48,7 +51,7 @@ from kernel_core.train.evaluation import Evaluations, evaluate
 from kernel_core.train.evaluator import Evaluator, Interval, as_evaluators, as_interval, check_subset
 from kernel_core.train.failure import annotate, call_all, raise_all
 from kernel_core.train.first_step import look_at_first_step
-from kernel_core.train.forward import Microbatch
+from kernel_core.train.forward import Microbatch, batches_within
 from kernel_core.train.interrupts import signals_noted
 from kernel_core.train.loop import training_steps
 from kernel_core.train.precision import default_precision
@@ -57,7 +60,7 @@ from kernel_core.train.randomness import deterministic_mode as _deterministic
 from kernel_core.train.randomness import seed_all
 from kernel_core.train.startup import bind_precision, init_plugins, load_hooks, make_instrument, prepare_model
 from kernel_core.train.state import State
-from kernel_core.train.step import make_step
+from kernel_core.train.step import make_run_batch
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ class Trainer:
         train_dataloader: A loader, DataSpec, or dict of DataSpec's arguments; may be given to ``fit`` instead.
         train_dataloader_label: The middle part of ``metrics/<label>/<name>`` for the training metrics.
         train_subset_num_batches: Cut every epoch to so many batches; -1 for whole epochs.
+        spin_dataloaders: Enter an epoch that was left at its place; False starts its loader anew.
         max_duration: When to stop: epochs as an int, a time string such as ``"500ba"`` or ``"1h30m"``, or a Time.
         iteration_length: Epochs as an int, or epochs or tokens as a time, in an iteration; None makes the whole run one.
         optimizers: Ready optimizers, or functions that make one from the parameters; one or several.
@@ -82,7 +86,7 @@ class Trainer:
         eval_dataloader: A loader, DataSpec, Evaluator, or a sequence of Evaluators.
         eval_interval: When to evaluate: a time, epochs as an int, or a function ``(state, event) -> bool``; 0 for never.
             What was not evaluated since the last batch is, at the end.
-        eval_subset_num_batches: For a bare ``eval_dataloader``: evaluate on the first batches only.
+        eval_subset_num_batches: Evaluate on the first batches only; an Evaluator may say otherwise.
         plugins: Names, ``(name, options)`` and instances of algorithms, callbacks and loggers, or ``{name: options}``.
         algorithms, callbacks, loggers: The same, for one kind.
         run_name: None takes the environment variable ``RUN_NAME``, or else makes a fresh one.
@@ -120,6 +124,7 @@ class Trainer:
         train_dataloader: Any = None,
         train_dataloader_label: str = "train",
         train_subset_num_batches: int = -1,
+        spin_dataloaders: bool = True,
         max_duration: int | str | Time | None = None,
         iteration_length: int | str | Time | None = None,
         optimizers: OptimizerRequest | Sequence[OptimizerRequest] | None = None,
@@ -144,7 +149,7 @@ class Trainer:
         compile_config: Mapping[str, Any] | None = None,
         seed: int | None = None,
         deterministic_mode: bool = False,
-        python_log_level: str | None = None,
+        python_log_level: str | int | None = None,
         strict: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
@@ -152,8 +157,7 @@ class Trainer:
         check_run_name(run_name)
         seed = secrets.randbelow(2**31) if seed is None else check_seed(seed)
         if python_log_level is not None:
-            logging.basicConfig()
-            logging.getLogger("kernel_core").setLevel(python_log_level.upper())
+            show_log(python_log_level)
         seed_all(seed)
         asked = resolve_all(plugins, algorithms, callbacks, loggers)
         wishes = {"progress_bar": progress_bar, "amp_fp8": precision == "amp_fp8"}
@@ -181,19 +185,20 @@ class Trainer:
         self._strict = strict
         self._train_subset_num_batches = train_subset_num_batches
         self._step_schedulers_every_batch = step_schedulers_every_batch
-        self._eval_interval = as_interval(eval_interval)
+        self.state.spin_dataloaders = spin_dataloaders
+        self.state.eval_interval = as_interval(eval_interval)
         self.state.train_label = train_dataloader_label
         self.state.max_duration = max_duration  # type: ignore[assignment]
         self.state.iteration_length = iteration_length  # type: ignore[assignment]
-        check_iterations(self.state)
         set_microbatches(self.state, device_train_microbatch_size, grad_accum)
-        self._set_schedulers(schedulers, scale_schedule_ratio)
-        self.state.evaluators = as_evaluators(eval_dataloader, eval_subset_num_batches)
+        self.state.schedulers = scaled_schedulers(as_list(schedulers), scale_schedule_ratio)
+        if scale_schedule_ratio != 1.0 and self.state.max_duration is not None:
+            self.state.max_duration = scaled(self.state.max_duration, scale_schedule_ratio)
+        self._set_evaluators(eval_dataloader, eval_subset_num_batches)
+        check_iterations(self.state)
         self._data: DataSpec | None = None
         if train_dataloader is not None:
             self._set_train_data(train_dataloader)
-        for evaluator in self.state.evaluators:
-            evaluator.select(model.get_metrics(is_train=False))
         self._restore_determinism = _deterministic() if deterministic_mode else None
         try:
             self._start(as_list(optimizers), compile_config, given if auto_log_hparams else {})
@@ -235,10 +240,11 @@ class Trainer:
         guarded = self.logger.guard(self.plan.by_id(call.plugin).plugin, hook, bound)
         return self._instrument(f"{call.plugin}.{hook}", guarded)
 
-    def _set_schedulers(self, schedulers: Any, ratio: float) -> None:
-        self.state.schedulers = tuple(as_list(schedulers))
-        check_schedulers(self.state.schedulers, ratio)
-        scale_schedule(self.state, ratio)
+    def _set_evaluators(self, eval_dataloader: Any, subset_num_batches: int) -> None:
+        state = self.state
+        state.evaluators = as_evaluators(eval_dataloader, subset_num_batches, state.train_label)
+        for evaluator in state.evaluators:
+            evaluator.metrics = evaluator.select(state.model.get_metrics(is_train=False))
 
     def _set_train_data(self, train_dataloader: Any) -> None:
         state = self.state
@@ -247,9 +253,10 @@ class Trainer:
         if note:
             log.info("%s", note)
         state.dataloader, state.dataloader_label = data.dataloader, state.train_label
-        length, limit = data.num_batches, self._train_subset_num_batches
+        if not self._train_subset_num_batches:
+            raise TrainerError("train_subset_num_batches: got 0. Expected at least 1, or -1 for whole epochs.")
         state.epoch_share = data.epoch_share
-        state.dataloader_len = length if limit < 0 else limit if length is None else min(length, limit)
+        state.dataloader_len = batches_within(data, self._train_subset_num_batches)
 
     def fit(self, train_dataloader: Any = None, **arguments: Any) -> None:
         """Train until ``max_duration``. May be called again.
@@ -271,6 +278,7 @@ class Trainer:
         *,
         train_dataloader_label: str | None = None,
         train_subset_num_batches: int | None = None,
+        spin_dataloaders: bool | None = None,
         duration: int | str | Time | None = None,
         reset_time: bool = False,
         schedulers: Any = None,
@@ -288,48 +296,73 @@ class Trainer:
 
         Args:
             train_dataloader: Train on this from now on.
-            train_dataloader_label, train_subset_num_batches, schedulers, scale_schedule_ratio, step_schedulers_every_batch,
-                eval_dataloader, eval_subset_num_batches, eval_interval, device_train_microbatch_size, precision: As for
-                ``Trainer``, from now on; None keeps what holds.
+            train_dataloader_label, train_subset_num_batches, spin_dataloaders, schedulers, scale_schedule_ratio,
+                step_schedulers_every_batch, eval_dataloader, eval_subset_num_batches, eval_interval,
+                device_train_microbatch_size, precision: As for ``Trainer``, from now on; None keeps what holds.
             duration: Train for so much more, whatever was trained before.
             reset_time: Count from zero again; weights and optimizer state stay.
         """
         state = self.state
         self._refuse_closed("fit")
-        if train_dataloader_label is not None:
-            state.train_label = train_dataloader_label
-        if train_subset_num_batches is not None:
-            self._train_subset_num_batches = train_subset_num_batches
-        if reset_time:
-            state.progress.restore(Timestamp())
-        if train_dataloader is not None:
-            self._set_train_data(train_dataloader)
-            state.progress.restart_epoch()  # the place in the old loader means nothing in the new one
-        elif train_subset_num_batches is not None and self._data is not None:
-            self._set_train_data(self._data)
-        if duration is not None:
-            more = Time.from_input(duration, TimeUnit.EPOCH)
-            state.max_duration = Time(state.progress.value(more.unit) // 1, more.unit) + more
-        if schedulers is not None:
-            self._set_schedulers(schedulers, scale_schedule_ratio)
-        elif scale_schedule_ratio != 1.0:
-            raise TrainerError(
-                f"scale_schedule_ratio: got {scale_schedule_ratio} without schedulers. Expected both: what is scaled already "
-                "would be scaled again. Give fit(schedulers=..., scale_schedule_ratio=...)."
-            )
-        if step_schedulers_every_batch is not None:
-            self._step_schedulers_every_batch = step_schedulers_every_batch
-        if eval_dataloader is not None:
-            state.evaluators = as_evaluators(eval_dataloader, eval_subset_num_batches)
-        if eval_interval is not None:
-            self._eval_interval = as_interval(eval_interval)
-        if device_train_microbatch_size is not None:
-            set_microbatches(state, device_train_microbatch_size, None)
-        if precision is not None:
-            state.precision = precision
-        if state.precision != self._precision.name:
-            self._precision = bind_precision(state)
-        return self._run_steps(self._prepare_fit())
+        with self._unchanged_if_refused():
+            if train_dataloader_label is not None:
+                state.train_label = train_dataloader_label
+            if train_subset_num_batches is not None:
+                self._train_subset_num_batches = train_subset_num_batches
+            if spin_dataloaders is not None:
+                state.spin_dataloaders = spin_dataloaders
+            if reset_time:
+                state.progress.restore(Timestamp())
+            if train_dataloader is not None:
+                self._set_train_data(train_dataloader)
+                state.progress.restart_epoch()  # the place in the old loader means nothing in the new one
+            elif train_subset_num_batches is not None and self._data is not None:
+                self._set_train_data(self._data)
+            if duration is not None:
+                more = scaled(Time.from_input(duration, TimeUnit.EPOCH), scale_schedule_ratio)
+                state.max_duration = Time(math.ceil(state.progress.value(more.unit)), more.unit) + more
+            if schedulers is not None:
+                self._set_schedulers(as_list(schedulers), scale_schedule_ratio)
+            elif scale_schedule_ratio != 1.0:
+                raise TrainerError(
+                    f"scale_schedule_ratio: got {scale_schedule_ratio} without schedulers. Expected both: what is scaled "
+                    "already would be scaled again. Give fit(schedulers=..., scale_schedule_ratio=...)."
+                )
+            if step_schedulers_every_batch is not None:
+                self._step_schedulers_every_batch = step_schedulers_every_batch
+            if eval_interval is not None:
+                state.eval_interval = as_interval(eval_interval)
+            if eval_dataloader is not None:
+                self._set_evaluators(eval_dataloader, eval_subset_num_batches)
+            if device_train_microbatch_size is not None:
+                set_microbatches(state, device_train_microbatch_size, None)
+            if precision is not None:
+                state.precision = precision
+            if state.precision != self._precision.name:
+                self._precision = bind_precision(state)
+            steps = self._prepare_fit()
+        return self._run_steps(steps)
+
+    @contextmanager
+    def _unchanged_if_refused(self) -> Iterator[None]:
+        """Put back what the block changed in the run if it raises."""
+        state, held, held_state = self.state, vars(self).copy(), vars(self.state).copy()
+        timestamp = state.timestamp
+        try:
+            yield
+        except BaseException:
+            vars(self).update(held)
+            vars(state).update(held_state)
+            state.progress.restore(timestamp)
+            raise
+
+    def _set_schedulers(self, schedulers: list[Any], ratio: float) -> None:
+        state = self.state
+        scheduled = split_schedules(state.schedulers)[1]
+        state.schedulers = scaled_schedulers(schedulers, ratio)
+        if scheduled and not schedulers:  # nobody sets the rate any more
+            for group in (group for optimizer in state.optimizers for group in optimizer.param_groups):
+                group["lr"] = group["initial_lr"]
 
     def _prepare_fit(self) -> Iterator[None]:
         """Check what there is before anything begins, and return the loop."""
@@ -340,6 +373,7 @@ class Trainer:
         state.resume_training()
         if state.stopped:
             log.warning("fit: max_duration=%s is reached already; nothing is trained.", state.max_duration)
+            return iter(())
         for optimizer in state.optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
@@ -348,31 +382,41 @@ class Trainer:
         if schedules := split_schedules(state.schedulers)[1]:
             apply_schedules(state, schedules)  # what cannot be asked is refused before anything begins
         run_evaluators = self._instrument("evaluation", self._evaluate)
+        run_batch = make_run_batch(state, self._hooks, self.logger, data, schedules, self._precision, self._instrument)
         return training_steps(
             state,
             self._hooks,
             self.logger,
             data,
-            Evaluations(state, run_evaluators, self._eval_interval),
+            Evaluations(state, run_evaluators, state.eval_interval),
             self._watch,
-            make_step(state, self._hooks, self.logger, data, self._precision, self._instrument),
+            run_batch,
             self._instrument("data", next),
             bool(self._step_schedulers_every_batch),
         )
 
     def _run_steps(self, steps: Iterator[None]) -> Iterator[None]:
         self._fitting = True
+        first = True
         try:
             with self._work():
-                for _ in islice(steps, 1):
-                    look_at_first_step(self.state, self.logger)
+                for _ in steps:
+                    if first:
+                        samples = self.state.progress.sample_in_epoch
+                        look_at_first_step(self.state, self.logger, samples)
+                        first = False
                     yield
-                yield from steps
-        except (GeneratorExit, Interrupted):
+                    self._refuse_closed("fit")
+        except GeneratorExit:
             raise
         except BaseException as error:
-            self._fail(error)
+            if not self._ended_in_order(error):
+                self._fail(error)
             raise
+
+    def _ended_in_order(self, error: BaseException) -> bool:
+        """Whether ``error`` says that a signal ended the work; not that a second one tore it apart."""
+        return self._closed and isinstance(error, Interrupted)
 
     @contextmanager
     def _work(self) -> Iterator[None]:
@@ -384,6 +428,10 @@ class Trainer:
         try:
             with signals_noted(self.state):
                 yield
+        except GeneratorExit:
+            if self.state.interrupted is not None:  # nobody asks for another step, so nobody would hear of it
+                signal.raise_signal(self.state.interrupted)
+            raise
         finally:
             self._working = False
         if self.state.interrupted is not None:
@@ -415,6 +463,9 @@ class Trainer:
         evaluators: list[Evaluator] = (
             self.state.evaluators if eval_dataloader is None else as_evaluators(eval_dataloader, subset_num_batches)
         )
+        if eval_dataloader is not None:
+            for label in {one.label for one in evaluators} & {one.label for one in self.state.evaluators}:
+                log.warning("eval: the values of the run's evaluator %r are replaced by those of this one.", label)
         if not evaluators:
             raise TrainerError("eval: no eval_dataloader. Give one to Trainer or to eval.")
         for evaluator in evaluators:
@@ -427,10 +478,9 @@ class Trainer:
                 self._evaluate(evaluators, limit)
                 for call in self._hooks.eval_standalone_end:
                     call()
-        except Interrupted:
-            raise
         except BaseException as error:
-            self._tell(error)
+            if not (self._working or self._ended_in_order(error)):
+                self._tell(error)
             raise
         labels = {evaluator.label for evaluator in evaluators}
         values = self.state.eval_metric_values
@@ -463,10 +513,9 @@ class Trainer:
                 return predict(
                     self.state, self._hooks, self._precision, data, subset_num_batches, return_outputs, microbatch
                 )
-        except Interrupted:
-            raise
         except BaseException as error:
-            self._tell(error)
+            if not (self._working or self._ended_in_order(error)):
+                self._tell(error)
             raise
 
     def close(self) -> None:
@@ -499,7 +548,7 @@ class Trainer:
     def _fail(self, error: BaseException) -> None:
         """Tell the plugins, close, and raise everything together if that fails too."""
         annotate(error, self.state)
-        later = (self._tell(error) if self._fitting else []) + self._close()
+        later = (self._tell(error) if self._fitting and not self._closed else []) + self._close()
         if later:
             raise BaseExceptionGroup("the run failed, and so did closing it", [error, *later])
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kernel_core import Algorithm, State, hookimpl
-from kernel_core.errors import ConflictError, OptionError, PluginLoadError
+from kernel_core.errors import OptionError, PluginLoadError
 
 __all__ = ["FP8", "fp8_context"]
 
@@ -59,15 +59,7 @@ class FP8(Algorithm):
     def __init__(self, precision_config: dict[str, Any] | None = None) -> None:
         self.precision_config = precision_config or {}
 
-    def check(self, state: State) -> None:
-        """Refuse to be there for nothing."""
-        if state.precision != "amp_fp8":
-            raise ConflictError(
-                f"fp8: the run computes in {state.precision}. Expected precision='amp_fp8', which this plugin is for. Set it, "
-                "or leave fp8 out."
-            )
-
     @hookimpl
-    def precision_context(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Put every forward pass and loss of training into fp8."""
-        return fp8_context(self.precision_config)
+    def precision_context(self, state: State) -> Callable[[], AbstractContextManager[Any]] | None:
+        """Put every forward pass and loss of training into fp8, where that is the precision of the run."""
+        return fp8_context(self.precision_config) if state.precision == "amp_fp8" else None
