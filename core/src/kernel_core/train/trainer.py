@@ -180,7 +180,7 @@ class Trainer:
         self._hooks = self.plan.bind(self._guard, state=self.state, logger=self.logger)
         self._closed = False
         self._fitting = False
-        self._working = False
+        self._working = self._suspended = False
         self._begun: set[str] = set()  # plugins that had their init, so that only they are closed
         self._strict = strict
         self._train_subset_num_batches = train_subset_num_batches
@@ -405,7 +405,9 @@ class Trainer:
                         samples = self.state.progress.sample_in_epoch
                         look_at_first_step(self.state, self.logger, samples)
                         first = False
+                    self._suspended = True
                     yield
+                    self._suspended = False
                     self._refuse_closed("fit")
         except GeneratorExit:
             raise
@@ -479,7 +481,8 @@ class Trainer:
                 for call in self._hooks.eval_standalone_end:
                     call()
         except BaseException as error:
-            if not (self._working or self._ended_in_order(error)):
+            inside_fit = self._working and not self._suspended  # which tells the plugins itself
+            if not (inside_fit or self._ended_in_order(error)):
                 self._tell(error)
             raise
         labels = {evaluator.label for evaluator in evaluators}
@@ -514,7 +517,8 @@ class Trainer:
                     self.state, self._hooks, self._precision, data, subset_num_batches, return_outputs, microbatch
                 )
         except BaseException as error:
-            if not (self._working or self._ended_in_order(error)):
+            inside_fit = self._working and not self._suspended  # which tells the plugins itself
+            if not (inside_fit or self._ended_in_order(error)):
                 self._tell(error)
             raise
 
