@@ -234,7 +234,7 @@ def test_nothing_is_read_from_the_device_in_the_steady_state(
     net, _, compute = _mlp()
     data = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(14)]
     model = Wrapped(net, compute)
-    Trainer(
+    with Trainer(
         model=model,
         train_dataloader=data,
         max_duration="14ba",
@@ -245,7 +245,8 @@ def test_nothing_is_read_from_the_device_in_the_steady_state(
         precision=precision,
         device="cpu",
         progress_bar=False,
-    ).fit()
+    ) as trainer:
+        trainer.fit()
     assert read == []
 
 

@@ -336,3 +336,218 @@ def test_grad_accum_is_understood(parts: int) -> None:
     assert len(seen) == -(-ROWS // -(-ROWS // parts))
     for one, other in zip(split, weights(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+class Opaque:
+    """A batch that says nothing about its size."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+
+def fit_auto(model: TrainableModel, batches: Any, *plugins: Any, optimizer: Any = None, **arguments: Any) -> Trainer:
+    trainer = Trainer(
+        model=model,
+        train_dataloader=batches,
+        max_duration="1ep",
+        optimizers=optimizer or torch.optim.AdamW(model.parameters(), lr=0.05),
+        plugins=list(plugins),
+        device_train_microbatch_size="auto",
+        device="cpu",
+        progress_bar=False,
+        **arguments,
+    )
+    trainer.fit()
+    return trainer
+
+
+class FailsAt(Algorithm):
+    """Runs out of memory in the backward pass of some batches, once each."""
+
+    def __init__(self, *batches: int) -> None:
+        self.left = set(batches)
+
+    @hookimpl
+    def after_backward(self, state: Any) -> None:
+        if state.progress.batch in self.left:
+            self.left.remove(state.progress.batch)
+            raise out_of_memory()
+
+
+def test_the_second_batch_is_probed_too_because_optimizers_hold_state_then() -> None:
+    model = Model()
+    trainer = fit_auto(model, data(), FailsAt(1))
+    assert model.seen == 2 * ROWS + 5
+    assert float(trainer.state.train_metric_values["labels"]) == sum(int(batch[1].sum()) for batch in data())
+
+
+def test_few_long_rows_are_probed_although_as_many_entries_in_short_rows_have_passed() -> None:
+    class Padded(Model):
+        def forward(self, batch: Any) -> Any:
+            return super().forward((batch[0][:, :5], batch[1]))
+
+    def rows(number: int, width: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(number, width, dtype=torch.float64), torch.zeros(number, dtype=torch.int64)
+
+    model = Padded()
+    fit_auto(model, [rows(8, 5), rows(8, 5), rows(4, 10), rows(2, 40)], FailsAt(2, 3))
+    assert model.seen == 8 + 8 + 4 + 2
+
+
+def test_batches_without_tensors_to_see_are_always_probed() -> None:
+    class Reads(Model):
+        def forward(self, batch: Any) -> Any:
+            return super().forward((batch.x, batch.y))
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return super().loss(outputs, (batch.x, batch.y))
+
+        def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+            metric.update(batch.y)
+
+    def split(batch: Opaque, size: int) -> list[Opaque]:
+        return [Opaque(x, y) for x, y in zip(batch.x.split(size), batch.y.split(size), strict=True)]
+
+    spec = {
+        "dataloader": [Opaque(*batch) for batch in data()],
+        "get_num_samples_in_batch": lambda batch: len(batch.x),
+        "split_batch": split,
+    }
+    model = Reads()
+    trainer = fit_auto(model, spec, FailsAt(2))
+    assert model.seen == 2 * ROWS + 5
+    assert float(trainer.state.train_metric_values["labels"]) == sum(int(batch[1].sum()) for batch in data())
+
+
+@pytest.mark.parametrize("hook", ["after_dataloader", "batch_start"])
+def test_hooks_before_the_step_are_tried_again_with_the_rows_they_had(hook: str) -> None:
+    """One halves the rows, then memory runs out in another: the second try halves the whole batch, not the half."""
+
+    class Halves(Algorithm):
+        before = {"fails"}
+
+        @hookimpl
+        def after_dataloader(self, state: Any) -> None:
+            state.batch = tuple(part[::2] for part in state.batch)
+
+    class Fails(Algorithm):
+        def __init__(self) -> None:
+            self.left = 2
+
+    def fail(self: Any, state: Any) -> None:
+        if state.progress.batch == 1 and self.left:
+            self.left -= 1
+            raise out_of_memory()
+
+    fail.__name__ = hook
+    setattr(Fails, hook, hookimpl(fail))
+    model, plain = Model(), Model()
+    fit_auto(model, data()[:2], Halves(), type("Fails", (Fails,), {})())
+    Trainer(
+        model=plain,
+        train_dataloader=data()[:2],
+        max_duration="1ep",
+        optimizers=torch.optim.AdamW(plain.parameters(), lr=0.05),
+        plugins=[Halves()],
+        device="cpu",
+        progress_bar=False,
+    ).fit()
+    assert model.seen == plain.seen == ROWS
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_what_fails_inside_the_optimizer_later_is_not_hidden() -> None:
+    """Weights are half stepped then, and no copy of them exists."""
+
+    class FailsInItsThird(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+            loss = super().step(closure)
+            if self.calls == 3:
+                raise out_of_memory()
+            return loss
+
+    model = Model()
+    with pytest.raises(torch.OutOfMemoryError):
+        fit_auto(model, data(), optimizer=FailsInItsThird(model.parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_evaluates_again_is_retried_inside_its_step() -> None:
+    class Fails(Algorithm):
+        def __init__(self) -> None:
+            self.evaluations = 0
+
+        @hookimpl
+        def after_backward(self, state: Any) -> None:
+            self.evaluations += 1
+            if self.evaluations in (4, 9):
+                raise out_of_memory()
+
+    model, plain = Model(), Model()
+    lbfgs = {"lr": 0.1, "max_iter": 4}
+    fit_auto(model, data()[:2], Fails(), optimizer=torch.optim.LBFGS(model.parameters(), **lbfgs))
+    Trainer(
+        model=plain,
+        train_dataloader=data()[:2],
+        max_duration="1ep",
+        optimizers=torch.optim.LBFGS(plain.parameters(), **lbfgs),
+        device="cpu",
+        progress_bar=False,
+    ).fit()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_a_buffer_that_is_made_anew_in_each_forward_is_put_back() -> None:
+    class Rebinds(Model):
+        def forward(self, batch: Any) -> Any:
+            self.seen = self.seen + len(batch[0])
+            self._fail("forward", len(batch[0]))
+            return self.net(batch[0])
+
+    model = Rebinds("forward")
+    fit_auto(model, data())
+    assert model.seen == 2 * ROWS + 5
+
+
+def test_evaluation_copies_metrics_only_while_a_size_is_probed() -> None:
+    copies: list[int] = []
+
+    class Counting(SumMetric):
+        def __deepcopy__(self, memo: Any) -> Any:
+            copies.append(1)
+            return Counting()
+
+    class Counted(Model):
+        def get_metrics(self, is_train: bool) -> dict[str, Any]:
+            return {"labels": Counting()}
+
+    trainer = Trainer(model=Counted(), device="cpu", progress_bar=False)
+    evaluator = Evaluator("all", [data()[0]] * 50, device_eval_microbatch_size="auto")
+    values = trainer.eval(evaluator)
+    assert float(values["all/labels"]) == 50 * int(data()[0][1].sum())
+    assert len(copies) < 5
+
+
+@pytest.mark.parametrize(("size", "rows"), [(4, 6), (4, 8), (2, 8)])
+def test_predictions_of_odd_structure_are_put_together_by_rows(size: int, rows: int) -> None:
+    class Detects(Model):
+        def forward(self, batch: Any) -> Any:
+            number = len(batch[0])
+            boxes = [{"box": torch.ones(n % 3, 4), "row": float(batch[0][n, 0])} for n in range(number)]
+            texts = [f"row {float(x):.3f}" for x in batch[0][:, 0]]
+            return {"boxes": boxes, "texts": texts, "pair": (batch[0], None), "loss": torch.tensor(1.0), "size": number}
+
+    x, y = torch.randn(rows, 5, dtype=torch.float64), torch.zeros(rows, dtype=torch.int64)
+    trainer = Trainer(model=Detects(), device="cpu", progress_bar=False)
+    (whole,) = trainer.predict([(x, y)])
+    (parts,) = trainer.predict([(x, y)], device_microbatch_size=size)
+    assert parts["texts"] == whole["texts"]
+    assert [box["row"] for box in parts["boxes"]] == [box["row"] for box in whole["boxes"]]
+    assert torch.equal(parts["pair"][0], x)
+    assert parts["pair"][1] is None
+    assert [int(loss) for loss in parts["loss"]] == [1] * -(-rows // size)
+    assert sum(parts["size"]) == rows

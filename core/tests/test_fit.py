@@ -17,8 +17,9 @@ from kernel_core import (
     hookimpl,
 )
 from kernel_core.errors import TrainerError
-from kernel_core.optim import LinearScheduler
+from kernel_core.optim import ConstantScheduler, ConstantWithWarmupScheduler, LinearScheduler
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 
@@ -473,6 +474,32 @@ def _returns(value: Any) -> TrainableModel:
             {"model": _returns(lambda loss: loss / 0)},
             r"loss: the loss of the first batch is inf\. Expected a finite number",
         ),
+        (
+            {"model": _returns(lambda loss: loss.repeat(3))},
+            r"loss: got a tensor of shape \(3,\)\. Expected a scalar, the mean over the batch",
+        ),
+        ({"model": _returns(lambda loss: loss.detach())}, r"loss: it is not attached to the graph"),
+        ({"train_subset_num_batches": 0}, r"train_subset_num_batches: got 0\. Expected at least 1, or -1"),
+        ({"python_log_level": "loud"}, r"python_log_level: got 'loud'\. Expected 'debug'"),
+        ({"seed": 2**70}, r"seed: got 1180591620717411303424\. Expected a whole number from 0"),
+        ({"seed": -1}, r"seed: got -1\. Expected a whole number from 0"),
+        (
+            {"eval_dataloader": Evaluator("train", [rows()])},
+            r"an evaluator has the label 'train', which is that of the training",
+        ),
+        (
+            {"schedulers": [ConstantScheduler(), StepLR(torch.optim.SGD([torch.ones(1)], lr=1.0), 1)]},
+            r"schedulers: got torch's StepLR beside schedules on training time\. Expected one kind",
+        ),
+        (
+            {"schedulers": ConstantWithWarmupScheduler("10tok"), "max_duration": "100tok"},
+            r"or a schedule counts tokens",
+        ),
+        ({"eval_dataloader": [rows()], "eval_interval": "10tok"}, r"eval_interval or a schedule counts tokens"),
+        (
+            {"eval_dataloader": [rows()], "eval_interval": "1iter"},
+            r"one of them counts iterations\. Give Trainer iteration_length",
+        ),
         ({"train_dataloader": ["text"]}, r"batch: cannot tell how many samples.*get_num_samples_in_batch"),
     ],
 )
@@ -513,3 +540,189 @@ def test_a_data_spec_may_serve_two_runs_of_different_seeds() -> None:
         trainer = make(train_dataloader=data, seed=seed)
         orders.append([batch[0] for batch in trainer.state.dataloader])  # type: ignore[union-attr]
     assert not torch.equal(orders[0][0], orders[1][0])
+
+
+def test_a_schedule_of_tokens_on_data_without_tokens_is_refused_in_epochs_too() -> None:
+    from kernel_core.errors import KernelError
+
+    with pytest.raises(KernelError, match="token"):
+        make(schedulers=ConstantWithWarmupScheduler("10tok"), max_duration="3ep").fit()
+
+
+def test_a_number_of_any_integer_type_is_a_seed() -> None:
+    import numpy as np
+
+    assert make(seed=np.int64(3)).state.seed == 3
+
+
+def test_a_microbatch_larger_than_what_a_list_gives_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    make(device_train_microbatch_size=999, max_duration="1ba").fit()
+    assert "device_train_microbatch_size: 999 is more than the first batch has rows, 8." in caplog.text
+
+
+# --- one fit after another ------------------------------------------------------------------------------------------
+
+
+def test_a_refused_fit_changes_nothing() -> None:
+    trainer = make()
+    trainer.fit(duration="2ba")
+    held = vars(trainer.state).copy()
+    for arguments in (
+        {"reset_time": True, "precision": "bf16"},
+        {"duration": "5ba", "device_train_microbatch_size": 0},
+        {"eval_dataloader": [rows()], "eval_interval": "soon"},
+        {"train_dataloader": [rows()], "scale_schedule_ratio": 2.0},
+    ):
+        with pytest.raises((TrainerError, ValueError)):
+            trainer.fit(**arguments)
+        assert {name: value for name, value in vars(trainer.state).items() if name != "timestamp"} == held
+        assert trainer.state.progress.batch == 2
+
+
+def test_a_run_that_is_finished_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    at: list[int] = []
+
+    class Look(Callback):
+        @hookimpl
+        def eval_start(self, state: Any) -> None:
+            at.append(state.progress.batch)
+
+        @hookimpl
+        def fit_start(self, state: Any) -> None:
+            at.append(-1)
+
+    trainer = make(max_duration="3ba", eval_dataloader=[rows()], callbacks=Look())
+    trainer.fit()
+    trainer.fit()
+    assert at == [-1, 3]
+    assert "max_duration=3ba is reached already; nothing is trained" in caplog.text
+
+
+def test_a_ratio_scales_what_is_added_and_not_what_is_done() -> None:
+    trainer = make(max_duration="4ep", schedulers=LinearScheduler())
+    trainer.fit()
+    trainer.fit(duration="4ep", schedulers=LinearScheduler(), scale_schedule_ratio=0.5)
+    assert trainer.state.progress.epoch == 6
+
+
+def test_seconds_are_added_whole() -> None:
+    class Wait(Callback):
+        @hookimpl
+        def batch_end(self, state: Any) -> None:
+            state.progress.total_wct = round(state.progress.total_wct) + 0.95
+
+    trainer = make(max_duration="1ba", callbacks=Wait())
+    trainer.fit()
+    trainer.fit(duration="2sec")
+    assert trainer.state.progress.total_wct >= 2.95
+
+
+def test_an_iterator_goes_on_where_it_is_and_a_loader_at_its_place_unless_told_otherwise() -> None:
+    def fit_twice(loader: Any, **arguments: Any) -> list[float]:
+        seen: list[float] = []
+
+        class Look(Callback):
+            @hookimpl
+            def batch_start(self, state: Any) -> None:
+                seen.append(float(state.batch[1][0]))
+
+        trainer = make(train_dataloader=loader, max_duration="3ba", callbacks=Look(), **arguments)
+        trainer.fit()
+        trainer.fit(duration="3ba")
+        return seen
+
+    def batches() -> list[Any]:
+        return [(torch.zeros(2, 4), torch.tensor([n % 3, n % 3])) for n in range(9)]
+
+    assert fit_twice(iter(batches())) == [0, 1, 2, 0, 1, 2]
+    assert fit_twice(batches()) == [0, 1, 2, 0, 1, 2]
+    assert fit_twice(batches()[1:], spin_dataloaders=False) == [1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_how_a_run_is_cut_into_fits_does_not_shift_its_randomness(workers: int) -> None:
+    class Dropped(Model):
+        def forward(self, batch: Any) -> Any:
+            return nn.functional.dropout(super().forward(batch), 0.4, self.training)
+
+    def weights(*durations: str) -> list[Tensor]:
+        model = Dropped()
+        loader = DataLoader(TensorDataset(*rows(48)), batch_size=8, shuffle=True, num_workers=workers)
+        trainer = make(model, train_dataloader=loader, max_duration=durations[0])
+        trainer.fit()
+        for duration in durations[1:]:
+            trainer.fit(duration=duration)
+        return list(model.parameters())
+
+    whole, cut = weights("9ba"), weights("3ba", "4ba", "2ba")
+    assert all(torch.equal(one, other) for one, other in zip(whole, cut, strict=True))
+
+
+def test_what_one_fit_was_given_does_not_stay_for_the_next() -> None:
+    """Transforms of the first loader, and the rate that a schedule left."""
+    trainer = make(
+        train_dataloader=DataSpec([rows()] * 4, microbatch_transforms=lambda batch: (batch[0] * 2, batch[1])),
+        schedulers=LinearScheduler(),
+    )
+    trainer.fit()
+    group = trainer.state.optimizers[0].param_groups[0]
+    assert group["lr"] == pytest.approx(0.025)
+    trainer.fit([rows()] * 4, duration="1ep", schedulers=[])
+    batch = rows()
+    assert trainer.state.prepare_batch(batch)[0] is batch[0]
+    assert group["lr"] == 0.1
+
+
+def test_evaluators_take_the_trainers_limit_unless_they_have_one_and_serve_several_trainers() -> None:
+    from torchmetrics import SumMetric
+
+    class Counting(Model):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.metric_name = name
+
+        def get_metrics(self, is_train: bool) -> dict[str, Any]:
+            return {} if is_train else {self.metric_name: SumMetric()}
+
+        def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+            metric.update(float(len(outputs)))
+
+    evaluators = [Evaluator("a", [rows()] * 4), Evaluator("b", [rows()] * 4, subset_num_batches=3)]
+    for name in ("one", "two"):
+        trainer = make(Counting(name), eval_dataloader=evaluators, eval_subset_num_batches=1, max_duration="1ba")
+        trainer.fit()
+        assert {key: float(value) for key, value in trainer.state.eval_metric_values.items()} == {
+            f"a/{name}": 8,
+            f"b/{name}": 24,
+        }
+    assert float(trainer.eval(evaluators)["a/two"]) == 32
+
+
+def test_a_closed_trainer_does_not_train_on() -> None:
+    trainer = make()
+    steps = trainer.steps()
+    next(steps)
+    trainer.close()
+    with pytest.raises(TrainerError, match="this trainer is closed"):
+        next(steps)
+
+
+def test_neither_evaluation_nor_the_user_counts_as_training_time() -> None:
+    import time
+
+    class Slow(Callback):
+        @hookimpl
+        def eval_start(self) -> None:
+            time.sleep(0.2)
+
+    trainer = make(
+        train_dataloader=token_data(),
+        eval_dataloader=[rows()],
+        eval_interval="1iter",
+        iteration_length="40tok",
+        max_duration="4ba",
+        callbacks=Slow(),
+    )
+    for _ in trainer.steps():
+        time.sleep(0.1)
+    assert trainer.state.progress.total_wct < 0.2 < 4 * 0.2 + 4 * 0.1

@@ -129,10 +129,11 @@ def test_evaluation_and_prediction_on_their_own_end_in_order_too() -> None:
     assert caught.value.code == 130
 
 
-def test_a_second_ctrl_c_stops_at_once() -> None:
-    plugin = Interrupts("before_forward", signal.SIGINT, times=2)
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Interrupted)])
+def test_a_second_signal_stops_at_once(number: int, error: type[BaseException]) -> None:
+    plugin = Interrupts("before_forward", number, times=2)
     trainer = make(plugin)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         trainer.fit()
     assert trainer.state.progress.batch == 2
     assert plugin.events[-3:] == ["before_forward", "fit_failed", "close"]
@@ -167,6 +168,79 @@ def test_no_handler_outside_of_work() -> None:
     next(steps)
     steps.close()  # type: ignore[attr-defined]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_child_process_that_is_forked_meanwhile_can_be_terminated() -> None:
+    import multiprocessing
+    import time
+
+    ended: list[int | None] = []
+
+    class Forks(Callback):
+        @hookimpl
+        def batch_start(self, state: Any) -> None:
+            if state.progress.batch == 0:
+                child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+                child.start()
+                child.terminate()
+                child.join(10)
+                ended.append(child.exitcode)
+
+    make(Forks(), max_duration="1ba").fit()
+    assert ended == [-signal.SIGTERM]
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    held = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup does
+    try:
+        plugin = Interrupts("before_forward", signal.SIGINT)
+        trainer = make(plugin, max_duration="4ba")
+        trainer.fit()
+        assert trainer.state.progress.batch == 4
+    finally:
+        signal.signal(signal.SIGINT, held)
+
+
+def test_two_trainers_driven_in_turns_leave_no_handler() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = make([]).steps(), make([]).steps()
+    next(first)
+    next(second)
+    first.close()  # type: ignore[attr-defined]
+    second.close()  # type: ignore[attr-defined]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_before_the_user_leaves_the_loop_is_delivered_again() -> None:
+    heard: list[int] = []
+    held = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        steps = make([]).steps()
+        next(steps)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == []
+        steps.close()  # type: ignore[attr-defined]
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, held)
+
+
+def test_an_interrupted_evaluation_leaves_no_old_values() -> None:
+    class Second(Callback):
+        def __init__(self) -> None:
+            self.evaluations = 0
+
+        @hookimpl
+        def eval_batch_start(self) -> None:
+            self.evaluations += 1
+            if self.evaluations == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make(Second(), eval_dataloader=[torch.ones(3, 2)] * 2)
+    assert trainer.eval() == {"eval/count": 6}
+    with pytest.raises(Interrupted):
+        trainer.eval()
+    assert trainer.state.eval_metric_values == {}
 
 
 SCRIPT = """

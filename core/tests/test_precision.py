@@ -224,3 +224,17 @@ def test_the_whole_run_is_in_one_precision_for_plugins_that_compute_losses_thems
 
     make(Model(), precision="amp_bf16", callbacks=Extra(), max_duration="1ba").fit()
     assert seen == [(torch.bfloat16, torch.float32)]
+
+
+def test_an_optimizer_without_gradients_does_not_trouble_the_loss_scale() -> None:
+    class Half(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.idle = nn.Linear(2, 2)
+
+    model = Half()
+    optimizers = [torch.optim.SGD(model.line.parameters(), lr=0.1), torch.optim.SGD(model.idle.parameters(), lr=0.1)]
+    make(model, precision="amp_fp16", optimizers=optimizers).fit()
+    plain = Model()
+    make(plain, precision="amp_fp16").fit()
+    assert torch.equal(model.line.weight, plain.line.weight)

@@ -23,6 +23,7 @@ from kernel_core.train.snapshot import Snapshot, is_out_of_memory
 from kernel_core.train.state import State
 
 log = logging.getLogger(__name__)
+Size = tuple[float, float]
 UNKNOWN = float("inf")  # of a batch without tensors: as if it were larger than any other
 
 
@@ -32,14 +33,11 @@ class AutoMicrobatch:
     def __init__(self, state: State, data: DataSpec, precision: Precision, logger: Logger) -> None:
         self._state, self._precision, self._logger = state, precision, logger
         self._count = data.get_num_samples_in_batch
-        self._proven = self._largest = (
-            0.0,
-            0.0,
-        )  # rows and entries of a microbatch that has gone through; of this step
+        self._proven: list[Size] = []  # microbatches that have gone through, none within another
+        self._gone_through: list[Size] = []  # those of this step
         self._first = True
         self._updating = False  # whether the optimizers have begun
         self._unreported = True
-        self._batch: Any = None
 
     def batch(self, run_batch: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return ``run_batch``, from the batch as the loader gave it to the end of its step, tried again when memory runs out.
@@ -49,10 +47,10 @@ class AutoMicrobatch:
         """
 
         def retried() -> Tensor:
-            batch, self._largest = self._state.batch, (0.0, 0.0)
+            batch = self._state.batch
             snapshot = self._snapshot(batch, weights=self._first)
             while True:
-                self._updating = False
+                self._updating, self._gone_through = False, []
                 try:
                     loss = run_batch()
                 except Exception as error:
@@ -78,23 +76,23 @@ class AutoMicrobatch:
                 except Exception as error:
                     self._shrink(error, batch)
                 else:
-                    self._largest = _larger(self._largest, self._measure(batch))
+                    self._gone_through.append(self._measure(batch))
                     return loss
                 self._undo(snapshot, batch)
 
         return retried
 
-    def _measure(self, batch: Any) -> tuple[float, float]:
-        """Return rows and entries of the largest microbatch of ``batch``."""
+    def _measure(self, batch: Any) -> Size:
+        """Return the rows of the largest microbatch of ``batch``, and the entries of a row."""
         rows = self._count(batch)
         entries = sum(tensor.numel() for tensor in tensors_of(batch)) or UNKNOWN
-        size = min(self._state.device_train_microbatch_size or rows, rows)
-        return size, entries * size / max(rows, 1)
+        return min(self._state.device_train_microbatch_size or rows, rows), entries / max(rows, 1)
+
+    def _is_proven(self, size: Size) -> bool:
+        return any(size[0] <= rows and size[1] <= width < UNKNOWN for rows, width in self._proven)
 
     def _snapshot(self, batch: Any, weights: bool = False) -> Snapshot | None:
-        rows, entries = self._measure(batch)
-        proven_rows, proven_entries = self._proven
-        if rows <= proven_rows and entries <= proven_entries and entries != UNKNOWN and not weights:
+        if self._is_proven(self._measure(batch)):
             return None
         return Snapshot(self._state, self._state.train_metrics, weights)
 
@@ -102,7 +100,10 @@ class AutoMicrobatch:
         if self._first:
             self._first = False  # the next step is the first with all that stays in memory
         else:
-            self._proven = _larger(self._proven, self._largest)
+            for through in self._gone_through:
+                if not self._is_proven(through):
+                    larger = [one for one in self._proven if one[0] > through[0] or one[1] > through[1]]
+                    self._proven = [*larger, through]
         if self._unreported:
             self._unreported = False
             size = self._state.device_train_microbatch_size or self._count(self._state.batch)
@@ -120,7 +121,7 @@ class AutoMicrobatch:
                 "that fit. Use a smaller model or shorter rows, a smaller precision, or an engine that shards."
             ) from error
         state.device_train_microbatch_size = int(rows) // 2
-        self._proven, self._unreported = (0.0, 0.0), True
+        self._proven, self._unreported = [], True
         log.warning("out of memory with microbatches of %d rows; trying %d.", rows, rows // 2)
 
     def _undo(self, snapshot: Snapshot | None, batch: Any) -> None:
@@ -139,7 +140,3 @@ class AutoMicrobatch:
         self._precision.forget_gradients()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
-
-
-def _larger(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    return max(one[0], other[0]), max(one[1], other[1])

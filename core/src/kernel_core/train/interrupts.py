@@ -50,11 +50,21 @@ def signals_noted(state: State) -> Iterator[None]:
     held: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     # None was set by C code; ignored ones are ignored by whoever started the process, as nohup does
     mine = {number for number, handler in held.items() if handler not in (None, signal.SIG_IGN)}
+    handler: Any = note
+    handler.held = held
     for number in mine:
-        signal.signal(number, note)
+        signal.signal(number, handler)
     try:
         yield
     finally:
+        handler.done = True
         for number in mine:
-            if signal.getsignal(number) is note:  # else somebody has set another one since
-                signal.signal(number, held[number])
+            if signal.getsignal(number) is handler:  # else somebody has set another one since
+                signal.signal(number, _before(handler, number))
+
+
+def _before(handler: Any, number: signal.Signals) -> Any:
+    """Return what stood before ``handler``, and before all like it that are done: trainers may be driven in turns."""
+    while getattr(handler, "done", False):
+        handler = handler.held[number]
+    return handler
