@@ -175,16 +175,22 @@ def test_a_child_process_that_is_forked_meanwhile_can_be_terminated() -> None:
     import time
 
     ended: list[int | None] = []
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+
+    def work() -> None:
+        begun.set()
+        time.sleep(60)
 
     class Forks(Callback):
         @hookimpl
         def batch_start(self, state: Any) -> None:
-            if state.progress.batch == 0:
-                child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
-                child.start()
-                child.terminate()
-                child.join(10)
-                ended.append(child.exitcode)
+            child = context.Process(target=work, daemon=True)
+            child.start()
+            assert begun.wait(30)
+            child.terminate()
+            child.join(30)
+            ended.append(child.exitcode)
 
     make(Forks(), max_duration="1ba").fit()
     assert ended == [-signal.SIGTERM]
