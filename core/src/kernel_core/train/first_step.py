@@ -42,9 +42,9 @@ def check_loss(state: State, loss: Any) -> None:
         )
 
 
-def look_at_first_step(state: State, logger: Logger, num_samples: int) -> None:
+def look_at_first_step(state: State, logger: Logger) -> None:
     """After the first batch of a ``fit``: say which dtypes are in use, and whether microbatches are larger than batches."""
-    size = state.device_train_microbatch_size
+    size, num_samples = state.device_train_microbatch_size, state.progress.sample_in_epoch
     if size is not None and size > num_samples and not state.auto_microbatching:
         log.warning("device_train_microbatch_size: %d is more than the first batch has rows, %d.", size, num_samples)
     rows = live_dtypes(state.model, state.optimizers)

@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 import secrets
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,14 +17,14 @@ import torch
 from kernel_core.data.loader import resumable_loader
 from kernel_core.data.spec import DataSpec
 from kernel_core.engine import Engine
-from kernel_core.errors import Interrupted, TrainerError
+from kernel_core.errors import TrainerError
 from kernel_core.logger import Logger
 from kernel_core.models import TrainableModel
 from kernel_core.optim.parameter_groups import OptimizerRequest
 from kernel_core.optim.scheduling import apply_schedules, split_schedules
 from kernel_core.registry.base import LoggerDestination
 from kernel_core.registry.options import to_json
-from kernel_core.registry.plan import Plan, PlannedCall, build_plan, invoke
+from kernel_core.registry.plan import Plan, PlannedCall, build_plan
 from kernel_core.surgery import StructureWatch, SurgeryReport
 from kernel_core.timing import Time, Timestamp, TimeUnit
 from kernel_core.train.arguments import (
@@ -49,10 +48,10 @@ from kernel_core.train.arguments import (
 )
 from kernel_core.train.evaluation import Evaluations, evaluate
 from kernel_core.train.evaluator import Evaluator, Interval, as_evaluators, as_interval, check_subset
-from kernel_core.train.failure import annotate, call_all, raise_all
+from kernel_core.train.failure import raise_all
 from kernel_core.train.first_step import look_at_first_step
 from kernel_core.train.forward import Microbatch, batches_within
-from kernel_core.train.interrupts import signals_noted
+from kernel_core.train.lifetime import Lifetime
 from kernel_core.train.loop import training_steps
 from kernel_core.train.precision import default_precision
 from kernel_core.train.prediction import predict
@@ -178,10 +177,7 @@ class Trainer:
         self.logger = Logger(destinations, self.state.progress)
         self._instrument = make_instrument(self.plan.calls("instrument"))
         self._hooks = self.plan.bind(self._guard, state=self.state, logger=self.logger)
-        self._closed = False
-        self._fitting = False
-        self._working = self._suspended = False
-        self._begun: set[str] = set()  # plugins that had their init, so that only they are closed
+        self._lifetime = Lifetime(self.state, self.logger)
         self._strict = strict
         self._train_subset_num_batches = train_subset_num_batches
         self._step_schedulers_every_batch = step_schedulers_every_batch
@@ -199,11 +195,12 @@ class Trainer:
         self._data: DataSpec | None = None
         if train_dataloader is not None:
             self._set_train_data(train_dataloader)
-        self._restore_determinism = _deterministic() if deterministic_mode else None
+        if deterministic_mode:
+            self._lifetime.at_close.append(_deterministic())
         try:
             self._start(as_list(optimizers), compile_config, given if auto_log_hparams else {})
         except BaseException as error:
-            self._fail(error)
+            self._lifetime.fail(error)
             raise
 
     def _start(
@@ -213,7 +210,7 @@ class Trainer:
         hparams: Mapping[str, Any],
     ) -> None:
         state = self.state
-        init_plugins(state, self.logger, self._begun.add)
+        init_plugins(state, self.logger, self._lifetime.begun.add)
         self._precision = prepare_model(state, optimizers, compile_config, self._strict)
         state.train_metrics = copy.deepcopy(state.model.get_metrics(is_train=True))
         for metric in state.train_metrics.values():
@@ -303,7 +300,7 @@ class Trainer:
             reset_time: Count from zero again; weights and optimizer state stay.
         """
         state = self.state
-        self._refuse_closed("fit")
+        self._lifetime.refuse_closed("fit")
         with self._unchanged_if_refused():
             if train_dataloader_label is not None:
                 state.train_label = train_dataloader_label
@@ -341,7 +338,8 @@ class Trainer:
             if state.precision != self._precision.name:
                 self._precision = bind_precision(state)
             steps = self._prepare_fit()
-        return self._run_steps(steps)
+        look = partial(look_at_first_step, state, self.logger)
+        return self._lifetime.drive(steps, look)
 
     @contextmanager
     def _unchanged_if_refused(self) -> Iterator[None]:
@@ -395,58 +393,8 @@ class Trainer:
             bool(self._step_schedulers_every_batch),
         )
 
-    def _run_steps(self, steps: Iterator[None]) -> Iterator[None]:
-        self._fitting = True
-        first = True
-        try:
-            with self._work():
-                for _ in steps:
-                    if first:
-                        samples = self.state.progress.sample_in_epoch
-                        look_at_first_step(self.state, self.logger, samples)
-                        first = False
-                    self._suspended = True
-                    yield
-                    self._suspended = False
-                    self._refuse_closed("fit")
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            if not self._ended_in_order(error):
-                self._fail(error)
-            raise
-
-    def _ended_in_order(self, error: BaseException) -> bool:
-        """Whether ``error`` says that a signal ended the work; not that a second one tore it apart."""
-        return self._closed and isinstance(error, Interrupted)
-
-    @contextmanager
-    def _work(self) -> Iterator[None]:
-        """Note signals inside the block; after one, close in order and raise ``Interrupted``."""
-        if self._working:  # inside another such block, which sees to it
-            yield
-            return
-        self._working, self.state.interrupted = True, None
-        try:
-            with signals_noted(self.state):
-                yield
-        except GeneratorExit:
-            if self.state.interrupted is not None:  # nobody asks for another step, so nobody would hear of it
-                signal.raise_signal(self.state.interrupted)
-            raise
-        finally:
-            self._working = False
-        if self.state.interrupted is not None:
-            log.warning("the run %r ended after batch %d.", self.state.run_name, self.state.progress.batch)
-            self.close()
-            raise Interrupted(self.state.interrupted)
-
     def _evaluate(self, evaluators: Sequence[Evaluator], subset_num_batches: int | None = None) -> None:
         evaluate(self.state, self._hooks, self.logger, self._precision, evaluators, subset_num_batches)
-
-    def _refuse_closed(self, what: str) -> None:
-        if self._closed:
-            raise TrainerError(f"{what}: this trainer is closed. Make a new one.")
 
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> dict[str, Any]:
         """Evaluate now.
@@ -461,7 +409,7 @@ class Trainer:
         Raises:
             TrainerError: there is nothing to evaluate on, or the trainer is closed.
         """
-        self._refuse_closed("eval")
+        self._lifetime.refuse_closed("eval")
         evaluators: list[Evaluator] = (
             self.state.evaluators if eval_dataloader is None else as_evaluators(eval_dataloader, subset_num_batches)
         )
@@ -473,18 +421,12 @@ class Trainer:
         for evaluator in evaluators:
             check_subset(evaluator, subset_num_batches)
         limit = None if subset_num_batches < 0 else subset_num_batches
-        try:
-            with self._work():
-                for call in self._hooks.eval_standalone_start:
-                    call()
-                self._evaluate(evaluators, limit)
-                for call in self._hooks.eval_standalone_end:
-                    call()
-        except BaseException as error:
-            inside_fit = self._working and not self._suspended  # which tells the plugins itself
-            if not (inside_fit or self._ended_in_order(error)):
-                self._tell(error)
-            raise
+        with self._lifetime.working():
+            for call in self._hooks.eval_standalone_start:
+                call()
+            self._evaluate(evaluators, limit)
+            for call in self._hooks.eval_standalone_end:
+                call()
         labels = {evaluator.label for evaluator in evaluators}
         values = self.state.eval_metric_values
         return {name: value for name, value in values.items() if name.partition("/")[0] in labels}
@@ -508,19 +450,13 @@ class Trainer:
         Returns:
             One entry for each batch, on the CPU; an empty list without ``return_outputs``.
         """
-        self._refuse_closed("predict")
+        self._lifetime.refuse_closed("predict")
         microbatch = Microbatch.of(device_microbatch_size, "device_microbatch_size")
         data = DataSpec.of(dataloader)
-        try:
-            with self._work():
-                return predict(
-                    self.state, self._hooks, self._precision, data, subset_num_batches, return_outputs, microbatch
-                )
-        except BaseException as error:
-            inside_fit = self._working and not self._suspended  # which tells the plugins itself
-            if not (inside_fit or self._ended_in_order(error)):
-                self._tell(error)
-            raise
+        with self._lifetime.working():
+            return predict(
+                self.state, self._hooks, self._precision, data, subset_num_batches, return_outputs, microbatch
+            )
 
     def close(self) -> None:
         """Run every plugin's ``close``, then the engine's. May be called twice.
@@ -528,33 +464,7 @@ class Trainer:
         Raises:
             Exception: what a plugin raised, after all had their turn; several come as one ``ExceptionGroup``.
         """
-        raise_all("closing the trainer failed", self._close())
-
-    def _close(self) -> list[BaseException]:
-        if self._closed:
-            return []
-        self._closed = True
-        calls = [call for call in self.plan.calls("close") if call.plugin in self._begun]
-        arguments = {"state": self.state, "logger": self.logger}
-        errors = call_all([partial(invoke, call, arguments) for call in calls])
-        for error in errors:
-            annotate(error, self.state)
-        if self._restore_determinism is not None:
-            self._restore_determinism()
-        return errors + call_all([self.state.engine.close])
-
-    def _tell(self, error: BaseException) -> list[BaseException]:
-        """Say in ``error`` where it happened, and tell the plugins; return what they raised."""
-        annotate(error, self.state)
-        arguments = {"state": self.state, "error": error}
-        return call_all([partial(invoke, call, arguments) for call in self.plan.calls("fit_failed")])
-
-    def _fail(self, error: BaseException) -> None:
-        """Tell the plugins, close, and raise everything together if that fails too."""
-        annotate(error, self.state)
-        later = (self._tell(error) if self._fitting and not self._closed else []) + self._close()
-        if later:
-            raise BaseExceptionGroup("the run failed, and so did closing it", [error, *later])
+        raise_all("closing the trainer failed", self._lifetime.close())
 
     def __enter__(self) -> Self:
         return self
@@ -565,5 +475,5 @@ class Trainer:
         if error is None:
             self.close()
         else:
-            for later in self._close():
+            for later in self._lifetime.close():
                 error.add_note(f"closing the trainer failed too: {type(later).__name__}: {later}")

@@ -1,0 +1,135 @@
+"""When a trainer works, when it is interrupted or fails, and how it closes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from kernel_core.errors import Interrupted, TrainerError
+from kernel_core.logger import Logger
+from kernel_core.registry.plan import invoke
+from kernel_core.train.failure import annotate, call_all
+from kernel_core.train.interrupts import signals_noted
+from kernel_core.train.state import State
+
+log = logging.getLogger(__name__)
+
+
+class Lifetime:
+    """The life of one trainer.
+
+    Attributes:
+        begun: The ids of the plugins that had their ``init``, so that only they are closed.
+        at_close: What else is put back when the trainer closes.
+        closed: Whether it is.
+    """
+
+    def __init__(self, state: State, logger: Logger) -> None:
+        self._state, self._logger = state, logger
+        self.begun: set[str] = set()
+        self.at_close: list[Callable[[], None]] = []
+        self.closed = False
+        self._fitting = False  # whether a fit has ever begun, which plugins are told of when something fails
+        self._working = False
+        self._suspended = False  # whether a fit waits for its next step to be asked for
+
+    def refuse_closed(self, what: str) -> None:
+        """Refuse to work when closed.
+
+        Raises:
+            TrainerError: it is.
+        """
+        if self.closed:
+            raise TrainerError(f"{what}: this trainer is closed. Make a new one.")
+
+    def drive(self, steps: Iterator[None], after_first: Callable[[], None]) -> Iterator[None]:
+        """Yield at each of ``steps``; end in order after a signal, and close after an error.
+
+        Args:
+            after_first: Called after the first step, before it is given out.
+        """
+        self._fitting = True
+        begun = False
+        try:
+            with self._work():
+                for _ in steps:
+                    if not begun:
+                        after_first()
+                        begun = True
+                    self._suspended = True
+                    yield
+                    self._suspended = False
+                    self.refuse_closed("fit")
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if not self._ended_in_order(error):
+                self.fail(error)
+            raise
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Work on something inside the block; end in order after a signal, and tell the plugins of an error."""
+        try:
+            with self._work():
+                yield
+        except BaseException as error:
+            inside_fit = self._working and not self._suspended  # which tells the plugins itself
+            if not (inside_fit or self._ended_in_order(error)):
+                self._tell(error)
+            raise
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        """Note signals inside the block; after one, close and raise ``Interrupted``."""
+        if self._working:  # inside another such block, which sees to it
+            yield
+            return
+        state = self._state
+        self._working, state.interrupted = True, None
+        try:
+            with signals_noted(state):
+                yield
+        except GeneratorExit:
+            if state.interrupted is not None:  # nobody asks for another step, so nobody would hear of it
+                signal.raise_signal(state.interrupted)
+            raise
+        finally:
+            self._working = False
+        if state.interrupted is not None:
+            log.warning("the run %r ended after batch %d.", state.run_name, state.progress.batch)
+            self.close()
+            raise Interrupted(state.interrupted)
+
+    def _ended_in_order(self, error: BaseException) -> bool:
+        """Whether ``error`` says that a signal ended the work; not that a second one tore it apart."""
+        return self.closed and isinstance(error, Interrupted)
+
+    def close(self) -> list[BaseException]:
+        """Run every plugin's ``close``, then the engine's, whatever they raise; return that. May be called twice."""
+        if self.closed:
+            return []
+        self.closed = True
+        state = self._state
+        arguments = {"state": state, "logger": self._logger}
+        calls = [call for call in state.plan.calls("close") if call.plugin in self.begun]
+        errors = call_all([partial(invoke, call, arguments) for call in calls])
+        for error in errors:
+            annotate(error, state)
+        return errors + call_all([*self.at_close, state.engine.close])
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the plugins, close, and raise everything together if that fails too."""
+        annotate(error, self._state)
+        later = (self._tell(error) if self._fitting and not self.closed else []) + self.close()
+        if later:
+            raise BaseExceptionGroup("the run failed, and so did closing it", [error, *later])
+
+    def _tell(self, error: BaseException) -> list[BaseException]:
+        """Say in ``error`` where it happened, and tell the plugins; return what they raised."""
+        annotate(error, self._state)
+        calls = self._state.plan.calls("fit_failed")
+        return call_all([partial(invoke, call, {"state": self._state, "error": error}) for call in calls])
