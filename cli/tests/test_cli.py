@@ -484,7 +484,9 @@ def test_interrupting_closes_and_says_so(number: int, code: int, site: Path, fol
 
     command = [sys.executable, "-m", "kernel_cli.main", "train", "line", "--max-duration", "10m", "--run-name", "long"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
+    held = signal.signal(signal.SIGINT, signal.default_int_handler)  # a child inherits it if it is ignored here
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
+    signal.signal(signal.SIGINT, held)
     deadline = time.monotonic() + 60
     while not (folder / "runs" / "long" / "plan.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -79,10 +79,12 @@ def make(plugin: Any, **arguments: Any) -> Trainer:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
-    """Whatever a test does, the handlers are those from before."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    """Begin with Python's own handlers, whoever started the tests with a signal ignored; a test leaves what it found."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    held = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    left = {number: signal.signal(number, handler) for number, handler in held.items()}
+    assert left == defaults
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
