@@ -106,7 +106,7 @@ def test_a_replacement_takes_over_dtype_and_mode() -> None:
     assert not made[0].training
 
 
-def test_a_meta_model_is_changed_on_meta() -> None:
+def test_a_meta_model_is_changed_on_meta_and_then_gets_its_values() -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(2, 2))
     materialized = []
@@ -118,12 +118,13 @@ def test_a_meta_model_is_changed_on_meta() -> None:
 
         @hookimpl
         def model_materialized(self, model: nn.Module) -> None:
-            materialized.append(model)
+            materialized.append(model.net[0].weight.device.type)  # type: ignore[union-attr, index]
 
     trainer = make(net, Meta())
-    assert trainer.state.model.net[0].weight.is_meta
-    assert materialized == []
-    assert make(nn.Sequential(nn.Linear(2, 2)), Meta()).state.model is materialized[0]
+    assert not trainer.state.model.net[0].weight.is_meta
+    assert materialized == ["cpu"]  # once, when there are values to set
+    make(nn.Sequential(nn.Linear(2, 2)), Meta())
+    assert materialized == ["cpu", "cpu"]
 
 
 class Odd(nn.Module):
@@ -420,16 +421,18 @@ def test_optimizers_are_wrapped_in_plan_order() -> None:
     assert wrapped.inner.inner is optimizer
 
 
-def test_models_without_parameters_and_models_spread_over_devices() -> None:
+def test_models_without_parameters() -> None:
     trainer = make(nn.Sequential(nn.ReLU()), replace(nn.ReLU, lambda module, path: nn.PReLU()))
     assert trainer.state.device.type == "cpu"
-    spread = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, device="meta")})
+
+
+@pytest.mark.gpu
+def test_a_model_spread_over_devices_stays_so() -> None:
+    spread = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, device="cuda")})
     model = Net(spread)
-    trainer = Trainer(
-        model=model, algorithms=[replace(nn.Linear, lambda module, path: nn.Linear(2, 2))], progress_bar=False
-    )
-    assert [module.weight.device.type for module in model.net.values()] == ["cpu", "meta"]
-    with pytest.raises(Exception, match=r"device: 'cpu' was asked for, and the model is spread over cpu, meta"):
+    Trainer(model=model, algorithms=[replace(nn.Linear, lambda module, path: nn.Linear(2, 2))], progress_bar=False)
+    assert [module.weight.device.type for module in model.net.values()] == ["cpu", "cuda"]
+    with pytest.raises(Exception, match=r"device: 'cpu' was asked for, and the model is spread over cpu, cuda"):
         Trainer(model=Net(spread), device="cpu", progress_bar=False)
 
 

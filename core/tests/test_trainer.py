@@ -10,6 +10,7 @@ from kernel_core.errors import (
     DataError,
     OptimizerError,
     OptionError,
+    ParallelismError,
     PluginLoadError,
     PluginNotFoundError,
     TrainerError,
@@ -118,7 +119,11 @@ def test_a_plugin_that_cannot_work_is_refused_before_anything_starts() -> None:
             PluginNotFoundError,
             r"sinlge: no parallelism of that name.* Did you mean 'single'",
         ),
-        ({"parallelism": {"single": {}, "ddp": {}}}, TrainerError, r"parallelism: got \['ddp', 'single'\]"),
+        (
+            {"parallelism": {"single": {}, "ddp": {}}},
+            ParallelismError,
+            r"parallelism: got the engines single and ddp\. Expected one",
+        ),
         ({"train_dataloader": 3}, DataError, r"dataloader: got 3, which is not iterable"),
         (
             {"train_dataloader": {"data": 3}},

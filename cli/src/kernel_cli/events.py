@@ -126,7 +126,7 @@ class _Engine(SingleEngine):
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
-    def prepare(self, model: Any, device: Any) -> Any:
+    def prepare(self, model: Any, device: Any, materialize: Any) -> Any:
         self.trace.append(("action", "model = engine.prepare(model)"))
         return model
 

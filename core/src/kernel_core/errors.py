@@ -6,6 +6,9 @@ prints a ``KernelError`` without a traceback and exits with ``exit_code``.
 
 from __future__ import annotations
 
+EXIT_INTERRUPTED = 75  # after a durable checkpoint: the run can go on, and whoever interrupted it decides when
+EXIT_START_AGAIN = 76  # memory ran out on a rank whose peers cannot try again in place; a smaller size is written down
+
 
 class KernelError(Exception):
     """Base of every error that a user can mend. ``exit_code`` is what the command line ends with."""
@@ -59,6 +62,28 @@ class DataError(KernelError, ValueError):
 
 class TrainerError(KernelError, ValueError):
     """The arguments of the trainer cannot work together."""
+
+
+class ParallelismError(KernelError, ValueError):
+    """Processes, machines, mesh and model do not fit together."""
+
+
+class StartAgain(KernelError):
+    """All ranks have to end and start again with smaller microbatches.
+
+    Attributes:
+        size: Rows in a microbatch.
+    """
+
+    exit_code = EXIT_START_AGAIN
+
+    def __init__(self, message: str, size: int) -> None:
+        super().__init__(message)
+        self.size = size
+
+
+class LaunchError(KernelError):
+    """A job cannot be started on several processes."""
 
 
 class Interrupted(SystemExit):

@@ -116,9 +116,16 @@ class LoggerDestination(Plugin):
 
     Metrics may be tensors on the device. Reading one stops the host until the device is done: keep them and read them a
     step later.
+
+    Of several ranks the first one logs: on the others nothing is handed over and no hook is called, so that none of them
+    may wait for another rank.
+
+    Attributes:
+        every_rank: Whether each rank logs what it sees itself.
     """
 
     kind = "loggers"
+    every_rank: ClassVar[bool] = False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
         """Take ``metrics``, name to scalar (a number or a 0-d tensor), of batch ``step``."""

@@ -14,6 +14,8 @@ from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
+from importlib_metadata import version
+
 from kernel_core.errors import HookError, OptionError, PluginLoadError, PluginNotFoundError
 from kernel_core.hooks import BANDS, HOOK_API, HookSpec
 from kernel_core.naming import normalize
@@ -32,7 +34,7 @@ from kernel_core.registry.ordering import Edge, Node, Ordering, order_hook, orde
 
 __all__ = ["ActivePlugin", "HookAdder", "Plan", "PlannedCall", "PluginRequest", "build_plan", "resolve"]
 
-Guard = Callable[["PlannedCall", str, Callable[[], Any]], Callable[[], Any]]
+Guard = Callable[["PlannedCall", str, Callable[[], Any]], Callable[[], Any] | None]
 PluginRequest = str | tuple[str, Mapping[str, Any]] | Plugin
 
 
@@ -117,18 +119,18 @@ class Plan:
         A hook whose answers need arguments that are not given here is left out.
 
         Args:
-            guard: May put something around a call.
+            guard: May put something around a call; None leaves it out.
             arguments: What hooks pass, by name.
         """
         bound = SimpleNamespace()
         for hook in self.specs:
             calls = self.events.get(hook, ())
             if all(set(call.arguments) <= set(arguments) for call in calls):
-                compiled = [
+                compiled = (
                     guard(call, hook, partial(call.function, *[arguments[name] for name in call.arguments]))
                     for call in calls
-                ]
-                setattr(bound, hook, tuple(compiled))
+                )
+                setattr(bound, hook, tuple(call for call in compiled if call is not None))
         return bound
 
     def by_id(self, plugin_id: str) -> ActivePlugin:
@@ -153,6 +155,12 @@ class Plan:
         """A SHA-256 over order, versions, file hashes and options: equal plans train alike."""
         content = {"plugins": [active.to_json() for active in self.plugins], "events": self._order()}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def contents(self) -> dict[str, Any]:
+        """Return what must be the same on every rank of a run, entry by entry."""
+        versions = {name: version(name) for name in ("torch", "kernel-core")}
+        plugins = {f"plugin {active.id}": active.to_json() for active in self.plugins}
+        return {**versions, "plugins": [active.id for active in self.plugins], **plugins, "order": self._order()}
 
     def _order(self) -> dict[str, list[str]]:
         return {hook: [call.plugin for call in calls] for hook, calls in self.events.items()}

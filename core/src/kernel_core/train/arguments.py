@@ -16,13 +16,12 @@ import torch
 
 from kernel_core.data.spec import DataSpec
 from kernel_core.device import resolve_device
-from kernel_core.engine import Engine
-from kernel_core.errors import OptionError, PluginLoadError, TrainerError
+from kernel_core.errors import PluginLoadError, TrainerError
+from kernel_core.materialize import is_meta
 from kernel_core.models import TrainableModel
 from kernel_core.optim.scheduling import check_ratio, check_schedulers, scale_torch_scheduler, split_schedules
 from kernel_core.registry.base import Plugin
-from kernel_core.registry.discovery import find, installed_plugins
-from kernel_core.registry.options import bind_options
+from kernel_core.registry.discovery import installed_plugins
 from kernel_core.registry.plan import ActivePlugin, PluginRequest, resolve
 from kernel_core.timing import Time, TimeUnit
 from kernel_core.train.composer_keywords import KEYWORDS
@@ -81,55 +80,43 @@ def with_defaults(active: list[ActivePlugin], keywords: Sequence[str]) -> list[A
     return resolve(extra, active=active)
 
 
-def resolve_engine(parallelism: str | Mapping[str, Mapping[str, Any]] | Engine) -> Engine:
-    """Return the engine for a name, ``{name: options}`` or an instance.
-
-    Raises:
-        TrainerError: several are named.
-        PluginLoadError: the entry point is not an engine.
-        OptionError: an option does not fit.
-    """
-    if isinstance(parallelism, Engine):
-        return parallelism
-    named = {parallelism: {}} if isinstance(parallelism, str) else dict(parallelism)
-    if len(named) != 1:
-        raise TrainerError(f"parallelism: got {sorted(named)}. Expected one engine.")
-    ((name, options),) = named.items()
-    info = find(name, ("parallelism",))
-    engine_class = info.load()
-    if not (isinstance(engine_class, type) and issubclass(engine_class, Engine)):
-        raise PluginLoadError(f"{info.name}: {info.value} of {info.distribution} is no kernel_core.Engine.")
-    if engine_class.__init__ is object.__init__:
-        if options:
-            raise OptionError(f"{info.name}.{min(options)}: unknown option. It takes no options.")
-        return engine_class()
-    bound = bind_options(engine_class, info.name, (), options or {})
-    return engine_class(*bound.args, **bound.kwargs)
-
-
 def _devices(model: torch.nn.Module) -> set[torch.device]:
-    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    """Return where the real tensors of ``model`` are."""
+    return {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
 
 
 def device_of(model: torch.nn.Module, device: str | torch.device | None) -> torch.device:
     """Return where batches go: the device asked for, or that of the first parameter of a model spread over several."""
     devices = _devices(model)
     if device is None and len(devices) > 1:
-        return next(tensor.device for tensor in model.parameters())
+        return next(tensor.device for tensor in model.parameters() if not tensor.is_meta)
     return resolve_device(device)
 
 
-def place(model: TrainableModel, device: str | torch.device | None) -> TrainableModel:
+def place(model: TrainableModel, asked: str | torch.device | None, device: torch.device) -> TrainableModel:
     """Move the model to the run's device; one that is spread over several devices, or on meta, stays where it is."""
     devices = _devices(model)
-    if len(devices) > 1 or any(where.type == "meta" for where in devices):
-        if device is not None and len(devices) > 1:
+    if len(devices) > 1:
+        if asked is not None:
             raise TrainerError(
-                f"device: {str(device)!r} was asked for, and the model is spread over "
+                f"device: {str(asked)!r} was asked for, and the model is spread over "
                 f"{', '.join(sorted(map(str, devices)))}. Leave device out to keep it so, or move the model to one device."
             )
         return model
-    return model.to(resolve_device(device))
+    if is_meta(model):
+        return model  # materialised later, module by module
+    return model.to(device)
+
+
+def check_timeout(seconds: Any) -> float:
+    """Return ``seconds`` as a number.
+
+    Raises:
+        TrainerError: it is none above 0.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise TrainerError(f"dist_timeout: got {seconds!r}. Expected a number of seconds above 0.")
+    return float(seconds)
 
 
 def check_run_name(run_name: str | None) -> None:

@@ -28,7 +28,7 @@ UNKNOWN = float("inf")  # of a batch without tensors: as if it were larger than 
 
 
 class AutoMicrobatch:
-    """Finds ``state.device_train_microbatch_size`` for a run."""
+    """Finds ``state.device_train_microbatch_size`` for a run of one process."""
 
     def __init__(self, state: State, data: DataSpec, precision: Precision, logger: Logger) -> None:
         self._state, self._precision, self._logger = state, precision, logger
@@ -116,10 +116,7 @@ class AutoMicrobatch:
         state = self._state
         rows = min(state.device_train_microbatch_size or UNKNOWN, self._count(batch))
         if rows <= 1:
-            raise TrainerError(
-                "device_train_microbatch_size: the device runs out of memory with a single row. Expected a model and a row "
-                "that fit. Use a smaller model or shorter rows, a smaller precision, or an engine that shards."
-            ) from error
+            raise too_large() from error
         state.device_train_microbatch_size = int(rows) // 2
         self._proven, self._unreported = [], True
         log.warning("out of memory with microbatches of %d rows; trying %d.", rows, rows // 2)
@@ -140,3 +137,11 @@ class AutoMicrobatch:
         self._precision.forget_gradients()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+
+def too_large() -> TrainerError:
+    """Return the error that says that not even one row fits."""
+    return TrainerError(
+        "device_train_microbatch_size: the device runs out of memory with a single row. Expected a model and a row "
+        "that fit. Use a smaller model or shorter rows, a smaller precision, or an engine that shards."
+    )

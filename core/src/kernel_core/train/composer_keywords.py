@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Keyword(NamedTuple):
-    """A keyword, or a value of one, stands for this plugin; one that is not installed is left out."""
+    """A keyword, or a value or key of one, stands for this plugin; a logger that is not installed is left out."""
 
     kind: str
     plugin: str
@@ -17,5 +17,10 @@ class Keyword(NamedTuple):
 
 KEYWORDS = {
     "amp_fp8": Keyword("algorithms", "fp8"),
+    "fsdp_config": Keyword("parallelism", "fsdp"),
+    "parallelism_config.fsdp": Keyword("parallelism", "fsdp"),
+    "parallelism_config.fsdp2": Keyword("parallelism", "fsdp"),
+    "parallelism_config.tp": Keyword("parallelism", "tensor_parallel"),
+    "several_ranks": Keyword("parallelism", "ddp"),
     "progress_bar": Keyword("loggers", "progress_bar"),
 }

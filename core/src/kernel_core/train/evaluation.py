@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from kernel_core.train.evaluator import Due, Evaluator
 from kernel_core.train.forward import Pass, batches_within, run_pass
 from kernel_core.train.precision import Precision
 from kernel_core.train.randomness import forked_randomness
+from kernel_core.train.ranks import Ranks
 from kernel_core.train.state import State
 from kernel_core.train.trigger import Trigger
 
@@ -84,6 +85,7 @@ def evaluate(
     precision: Precision,
     evaluators: Sequence[Evaluator],
     subset_num_batches: int | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Run ``evaluators`` one after another and log ``metrics/<label>/<name>``.
 
@@ -91,6 +93,7 @@ def evaluate(
 
     Args:
         subset_num_batches: Overrides that of the evaluators.
+        ranks: The other ranks, each of which evaluates its share; metrics put theirs together when they compute.
     """
     held = (state.dataloader, state.dataloader_label, state.dataloader_len, state.batch, state.outputs, state.loss)
     started = time.perf_counter()
@@ -104,7 +107,7 @@ def evaluate(
             # not inference_mode: tensors made here may be kept by plugins and trained on
             with forked_randomness(state.seed, "eval", evaluator.label), torch.no_grad():
                 limit = evaluator.subset_num_batches if subset_num_batches is None else subset_num_batches
-                _evaluate_one(state, hooks, logger, precision, evaluator, -1 if limit is None else limit)
+                _evaluate_one(state, hooks, logger, precision, evaluator, -1 if limit is None else limit, ranks)
             if state.interrupted is not None:
                 break
     finally:
@@ -117,7 +120,13 @@ def evaluate(
 
 
 def _evaluate_one(
-    state: State, hooks: SimpleNamespace, logger: Logger, precision: Precision, evaluator: Evaluator, limit: int
+    state: State,
+    hooks: SimpleNamespace,
+    logger: Logger,
+    precision: Precision,
+    evaluator: Evaluator,
+    limit: int,
+    ranks: Ranks | None,
 ) -> None:
     data, model = evaluator.data, state.model
     if evaluator.metrics is None:
@@ -125,8 +134,7 @@ def _evaluate_one(
     metrics = state.eval_metrics[evaluator.label] = evaluator.metrics
     for metric in metrics.values():
         metric.reset()
-        if hasattr(metric, "to"):
-            metric.to(state.device)
+    share_metrics(state, metrics)
     for name in [name for name in state.eval_metric_values if name.partition("/")[0] == evaluator.label]:
         del state.eval_metric_values[name]  # one that is interrupted leaves no values, and no old ones
     state.dataloader, state.dataloader_label = data.dataloader, evaluator.label
@@ -146,7 +154,7 @@ def _evaluate_one(
     forward = precision.cast(model.eval_forward, training=False)
     microbatch = evaluator.microbatch
     job = Pass(data, limit, state.eval_progress, "eval", forward, microbatch, update, hold)
-    complete = run_pass(state, hooks, job)
+    complete = run_pass(state, hooks, job, ranks)
     if complete:
         values = {f"{evaluator.label}/{name}": value for name, value in compute_metrics(metrics).items()}
         state.eval_metric_values |= values
@@ -156,6 +164,23 @@ def _evaluate_one(
                 logger.log_metrics({f"trainer/{evaluator.label}/device_eval_microbatch_size": microbatch.rows})
     for call in hooks.eval_end:
         call()
+
+
+def share_metrics(state: State, metrics: Mapping[str, Any]) -> None:
+    """Put ``metrics`` on the device, and let each put together what the ranks that read different data have seen.
+
+    torchmetrics does so over all ranks by itself; ranks that hold parts of one model would count twice.
+    """
+    engine = state.engine
+    for metric in metrics.values():
+        if hasattr(metric, "to"):
+            metric.to(state.device)
+        if engine.data_world_size == engine.world_size or not hasattr(metric, "sync_on_compute"):
+            continue
+        if engine.data_world_size == 1:
+            metric.sync_on_compute = False
+        else:
+            metric.process_group = engine.data_group
 
 
 def compute_metrics(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ import torch
 from kernel_core.data.spec import DataSpec, tensors_of, to_device
 from kernel_core.errors import TrainerError
 from kernel_core.timing import Progress
+from kernel_core.train.ranks import Ranks
 from kernel_core.train.snapshot import is_out_of_memory
 from kernel_core.train.state import State
 
@@ -95,43 +96,65 @@ def batches_within(data: DataSpec, limit: int) -> int | None:
     return length if limit < 0 else limit if length is None else min(length, limit)
 
 
-def run_pass(state: State, hooks: SimpleNamespace, job: Pass) -> bool:
-    """Run every batch; say whether the end was reached: False if a signal ended it early."""
+def run_pass(state: State, hooks: SimpleNamespace, job: Pass, ranks: Ranks | None = None) -> bool:
+    """Run every batch; say whether the end was reached: False if a signal ended it early.
+
+    Of several ranks each runs its own batches; one that has none left, while others have, computes along where passes need
+    all ranks, and takes nothing.
+    """
     data, on_cpu = job.data, state.device.type == "cpu"
     batch_start, batch_end = getattr(hooks, f"{job.prefix}_batch_start"), getattr(hooks, f"{job.prefix}_batch_end")
-    run_batch = _make_run_batch(state, hooks, job)
-    for batch in islice(iter(data.dataloader), None if job.limit < 0 else job.limit):
+    run_batch = _make_run_batch(state, hooks, job, ranks)
+    batches: Iterator[Any] = islice(iter(data.dataloader), None if job.limit < 0 else job.limit)
+    if data.batch_transforms is not None:
+        batches = map(data.batch_transforms, batches)
+    if ranks is not None:
+        what = f"{job.prefix}_dataloader"
+        rounds = ranks.agree_on_length(batches_within(data, job.limit), what, to_the_last=True)
+        batches = ranks.in_step(batches, data, rounds, what, to_the_last=True)
+    for batch in batches:
         started = time.perf_counter()
-        if data.batch_transforms is not None:
-            batch = data.batch_transforms(batch)
-        num_samples, num_tokens = data.get_num_samples_in_batch(batch), data.get_num_tokens_in_batch(batch)
+        absent = ranks is not None and ranks.absent
+        num_samples = 0 if absent else data.get_num_samples_in_batch(batch)
+        num_tokens = 0 if absent else data.get_num_tokens_in_batch(batch)
+        if ranks is not None:
+            num_samples, num_tokens = ranks.agree_to_stop(num_samples, num_tokens)
         state.batch = batch if on_cpu else to_device(batch, state.device)
-        for call in batch_start:
+        for call in () if absent else batch_start:
             call()
         run_batch()
-        job.finish_batch()
         job.progress.finish_batch(num_samples, num_tokens, time.perf_counter() - started)
-        for call in batch_end:
-            call()
+        if not absent:
+            job.finish_batch()
+            for call in batch_end:
+                call()
         if state.interrupted is not None:
             return False
     return True
 
 
-def _make_run_batch(state: State, hooks: SimpleNamespace, job: Pass) -> Callable[[], None]:
+def _make_run_batch(state: State, hooks: SimpleNamespace, job: Pass, ranks: Ranks | None) -> Callable[[], None]:
     before, after = getattr(hooks, f"{job.prefix}_before_forward"), getattr(hooks, f"{job.prefix}_after_forward")
     data, microbatch, transforms = job.data, job.microbatch, job.data.microbatch_transforms
+    in_step = ranks if state.engine.needs_all_ranks else None
+
+    def prepared(part: Any) -> Any:
+        return part if transforms is None else transforms(part)
 
     def run_microbatches(batch: Any) -> None:
         parts: Sequence[Any] = [batch] if microbatch.rows is None else data.split_batch(batch, microbatch.rows)
-        for part in parts:
-            state.batch = part if transforms is None else transforms(part)
+        own = 0 if ranks is not None and ranks.absent else len(parts)
+        rounds = own if in_step is None else 1 if microbatch.rows is None else in_step.most(own)
+        for part in parts[:own]:
+            state.batch = prepared(part)
             for call in before:
                 call()
             state.outputs = job.forward(state.batch)
             for call in after:
                 call()
             job.take(state.outputs)
+        for _ in range(own, rounds):  # other ranks have more
+            job.forward(prepared(parts[-1]))
 
     def run_batch() -> None:
         batch = state.batch
@@ -143,8 +166,8 @@ def _make_run_batch(state: State, hooks: SimpleNamespace, job: Pass) -> Callable
                 microbatch.proven = max(microbatch.proven, entries)
                 break
             except Exception as error:
-                if take_back is None:  # one of its size has passed: what this one has given cannot be taken back
-                    raise
+                if take_back is None or in_step is not None:
+                    raise  # what was given cannot be taken back, or other ranks wait in the pass that failed
                 rows = data.get_num_samples_in_batch(batch)
                 microbatch.shrink(error, rows, f"{job.prefix} {state.dataloader_label}")
             take_back()

@@ -39,7 +39,7 @@ def signals_noted(state: State) -> Iterator[None]:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
-        if state.interrupted is not None:
+        if state.wanted_signal is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             raise Interrupted(number)

@@ -89,20 +89,20 @@ class Lifetime:
             yield
             return
         state = self._state
-        self._working, state.interrupted = True, None
+        self._working, state.interrupted, state.wanted_signal = True, None, None
         try:
             with signals_noted(state):
                 yield
         except GeneratorExit:
-            if state.interrupted is not None:  # nobody asks for another step, so nobody would hear of it
-                signal.raise_signal(state.interrupted)
+            if state.wanted_signal is not None:  # nobody asks for another step, so nobody would hear of it
+                signal.raise_signal(state.wanted_signal)
             raise
         finally:
             self._working = False
-        if state.interrupted is not None:
+        if state.wanted_signal is not None or state.interrupted is not None:
             log.warning("the run %r ended after batch %d.", state.run_name, state.progress.batch)
             self.close()
-            raise Interrupted(state.interrupted)
+            raise Interrupted(state.interrupted or state.wanted_signal or 0)
 
     def _ended_in_order(self, error: BaseException) -> bool:
         """Whether ``error`` says that a signal ended the work; not that a second one tore it apart."""
@@ -124,6 +124,7 @@ class Lifetime:
     def fail(self, error: BaseException) -> None:
         """Tell the plugins, close, and raise everything together if that fails too."""
         annotate(error, self._state)
+        self._state.engine.abort(error)
         later = (self._tell(error) if self._fitting and not self.closed else []) + self.close()
         if later:
             raise BaseExceptionGroup("the run failed, and so did closing it", [error, *later])
@@ -131,5 +132,5 @@ class Lifetime:
     def _tell(self, error: BaseException) -> list[BaseException]:
         """Say in ``error`` where it happened, and tell the plugins; return what they raised."""
         annotate(error, self._state)
-        calls = self._state.plan.calls("fit_failed")
+        calls = [call for call in self._state.plan.calls("fit_failed") if call.plugin not in self._state.silent]
         return call_all([partial(invoke, call, {"state": self._state, "error": error}) for call in calls])

@@ -23,6 +23,7 @@ from kernel_core.optim.scheduling import split_schedules
 from kernel_core.surgery import StructureWatch
 from kernel_core.timing import TimeUnit
 from kernel_core.train.evaluation import Evaluations, compute_metrics
+from kernel_core.train.ranks import Ranks
 from kernel_core.train.state import State
 
 _EXHAUSTED = object()
@@ -38,6 +39,7 @@ def training_steps(
     run_batch: Callable[[], Tensor],
     read: Callable[..., Any] = next,
     step_schedulers_every_batch: bool = True,
+    ranks: Ranks | None = None,
 ) -> Iterator[None]:
     """Train until ``state.max_duration``; yields after every batch, at a point where the run could be saved.
 
@@ -51,6 +53,7 @@ def training_steps(
         run_batch: Trains on ``state.batch`` as the loader gave it and returns its detached loss.
         read: ``next``, or something around it.
         step_schedulers_every_batch: Whether torch's schedulers are stepped by batch or by epoch.
+        ranks: The other ranks; None in a run of one process.
     """
     progress, optimizers = state.progress, state.optimizers
     count_samples, count_tokens = data.get_num_samples_in_batch, data.get_num_tokens_in_batch
@@ -74,7 +77,7 @@ def training_steps(
             watch.look(f"epoch {progress.epoch}")
             for call in hooks.epoch_start:
                 call()
-        batches = _batches(data, state)
+        batches = _batches(data, state, ranks)
         while not state.stopped:
             if tokens_in_iteration:
                 announced = _start_iteration(state, hooks, announced)
@@ -97,16 +100,22 @@ def training_steps(
                     "Give DataSpec(dataloader, get_num_tokens_in_batch=...), or another unit."
                 )
             state.batch, state.evaluation = batch, 0
+            if ranks is not None:
+                ranks.read = num_samples, num_tokens
 
             # step: after_dataloader, batch_start, the microbatches' forward, loss and backward, then the optimizers
             state.loss = run_batch()
 
             # end of the step: time moves, then everybody looks at the result
             now = time.perf_counter()
-            progress.finish_batch(num_samples, num_tokens, now - last - state.time_out_s)
+            duration_s = now - last - state.time_out_s
+            if ranks is not None:  # what all ranks read, and how long it took them
+                num_samples, num_tokens, duration_s = ranks.receive(duration_s)
+            progress.finish_batch(num_samples, num_tokens, duration_s)
             last, state.time_out_s = now, 0.0
+            loss = state.loss if ranks is None else ranks.mean_loss(state.loss)
             if listening:
-                _log_batch(logger, state)
+                _log_batch(logger, state, loss)
             for call in batch_end:
                 call()
             if step_schedulers_every_batch:
@@ -138,7 +147,11 @@ def training_steps(
             call()
         if epochs_in_iteration and progress.epoch_in_iteration >= epochs_in_iteration:
             _finish_iteration(state, hooks, evaluations)
+        if ranks is not None:
+            ranks.agree_to_stop()
 
+    if ranks is not None:
+        ranks.agree_to_stop()
     watch.look("the end of fit")
     if state.interrupted is not None:
         return  # in order, and early: what belongs to a finished run does not happen
@@ -172,8 +185,11 @@ def _finish_iteration(state: State, hooks: SimpleNamespace, evaluations: Evaluat
         call()
 
 
-def _batches(data: DataSpec, state: State) -> Iterator[Any]:
-    """Return the batches of the present epoch from the present place on; copied ahead to an accelerator where that is safe."""
+def _batches(data: DataSpec, state: State, ranks: Ranks | None) -> Iterator[Any]:
+    """Return the batches of the present epoch from the present place on; copied ahead to an accelerator where that is safe.
+
+    Several ranks read in step: as long as one has a batch, all have.
+    """
     done, length, loader = state.progress.batch_in_epoch, state.dataloader_len, data.dataloader
     skipped = begin_epoch(loader, state.progress.epoch, done)
     generator = torch.get_rng_state() if done else None
@@ -182,16 +198,19 @@ def _batches(data: DataSpec, state: State) -> Iterator[Any]:
         torch.set_rng_state(generator)  # a DataLoader draws a seed for its workers; this epoch's is drawn already
     if batches is loader or not state.spin_dataloaders:
         skipped = 0  # an iterator goes on where it is
-    batches = islice(batches, skipped, None if length is None else skipped + max(length - done, 0))
+    rounds = None if length is None else max(length - done, 0)
+    batches = islice(batches, skipped, None if rounds is None else skipped + rounds)
     if state.device.type != "cpu" and (depth := safe_depth(loader)):
-        return iter(DevicePrefetcher(batches, state.device, depth, data.batch_transforms))
-    return batches if data.batch_transforms is None else map(data.batch_transforms, batches)
+        batches = iter(DevicePrefetcher(batches, state.device, depth, data.batch_transforms))
+    elif data.batch_transforms is not None:
+        batches = map(data.batch_transforms, batches)
+    return batches if ranks is None else ranks.in_step(batches, data, rounds, "train_dataloader")
 
 
-def _log_batch(logger: Logger, state: State) -> None:
+def _log_batch(logger: Logger, state: State, loss: Tensor) -> None:
     progress = state.progress
     metrics = {
-        "loss/train/total": state.loss,
+        "loss/train/total": loss,
         "time/epoch": progress.epoch,
         "time/sample": progress.sample,
         "time/total_wct": progress.total_wct,

@@ -15,23 +15,36 @@ from kernel_core.errors import DataError
 from kernel_core.models import TrainableModel
 from kernel_core.train.first_step import check_loss
 from kernel_core.train.precision import Precision
+from kernel_core.train.ranks import Ranks
 from kernel_core.train.state import State
 
 Instrument = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 def make_train_batch(
-    state: State, hooks: SimpleNamespace, data: DataSpec, precision: Precision, instrument: Instrument
+    state: State,
+    hooks: SimpleNamespace,
+    data: DataSpec,
+    precision: Precision,
+    instrument: Instrument,
+    ranks: Ranks | None = None,
+    settle: Callable[[], None] | None = None,
 ) -> TrainBatch:
     """Return ``train_batch()``: zero the gradients, run every microbatch of ``state.batch``, return the detached loss.
 
-    The gradient is that of the mean over the whole batch, each microbatch weighted by ``loss_weight``, whatever the
-    split. An optimizer that evaluates more than once in a step calls it again.
+    The gradient is that of the mean over the whole batch of all ranks, each microbatch weighted by ``loss_weight``, whatever
+    the split; the loss is that of this rank's batch. An optimizer that evaluates more than once in a step calls it again.
+
+    Args:
+        ranks: The other ranks, if there are any.
+        settle: Called when all microbatches are through, before anybody looks at the gradients, to average over the ranks
+            what no backward pass has; None for the engine's ``reduce_gradients``.
     """
-    run, weigh = _make_run(state, hooks, data, precision, instrument), _make_weigh(state.model, data)
+    run, weigh = _make_run(state, hooks, data, precision, instrument, ranks), make_weigh(state.model, data)
     zero_grads = [optimizer.zero_grad for optimizer in state.optimizers]
     unscalers = precision.unscalers(state.optimizers)
-    set_gradient_sync = state.engine.set_gradient_sync
+    set_gradient_sync, settle = state.engine.set_gradient_sync, settle or state.engine.reduce_gradients
+    in_step = ranks if state.engine.needs_all_ranks else None
     before, after = hooks.before_train_batch, hooks.after_train_batch
     grad_accum, count = state.grad_accum, data.get_num_samples_in_batch
 
@@ -45,18 +58,27 @@ def make_train_batch(
             state.loss_parts = {}
         size = state.device_train_microbatch_size if not grad_accum else -(-count(batch) // grad_accum)
         microbatches = [batch] if size is None else data.split_batch(batch, size)
-        if len(microbatches) == 1:
+        if not microbatches:
+            raise DataError("batch: no row is left to train on. A plugin that selects rows must leave at least one.")
+        rounds = len(microbatches) if in_step is None or size is None else in_step.most(len(microbatches))
+        if rounds == 1:
             state.microbatch = 0
+            set_gradient_sync(not state.trying)
             loss = run(microbatches[0], None)
-        elif microbatches:
+        else:
             loss = None
             for index, share in enumerate(_shares([weigh(microbatch) for microbatch in microbatches])):
                 state.microbatch = index
-                set_gradient_sync(index == len(microbatches) - 1)
+                set_gradient_sync(index == rounds - 1 and not state.trying)
                 part = run(microbatches[index], share)
                 loss = part if loss is None else loss + part
-        else:
-            raise DataError("batch: no row is left to train on. A plugin that selects rows must leave at least one.")
+            for index in range(len(microbatches), rounds):  # other ranks have more, and a pass needs all ranks
+                assert ranks is not None
+                set_gradient_sync(index == rounds - 1)
+                held, ranks.absent = ranks.absent, True
+                run(microbatches[-1], 0.0)
+                ranks.absent = held
+        settle()
         state.batch = batch
         state.loss = loss
         for call in unscalers:
@@ -80,7 +102,12 @@ def make_prepare(state: State, data: DataSpec) -> Callable[[Any], Any] | None:
 
 
 def _make_run(
-    state: State, hooks: SimpleNamespace, data: DataSpec, precision: Precision, instrument: Instrument
+    state: State,
+    hooks: SimpleNamespace,
+    data: DataSpec,
+    precision: Precision,
+    instrument: Instrument,
+    ranks: Ranks | None,
 ) -> Callable[[Any, Any], Any]:
     """Return the function that runs one microbatch and returns its share of the batch's loss, detached."""
     model, prepare = state.model, make_prepare(state, data)
@@ -120,10 +147,10 @@ def _make_run(
         if unchecked:
             check_loss(state, loss)
             unchecked = False
-        backward(loss)
+        backward(loss if ranks is None or ranks.counts_evenly else _weighted(loss, ranks.factor))
         for call in after_backward:
             call()
-        if metrics and not state.evaluation:  # each batch counts once
+        if metrics and not state.evaluation and (ranks is None or not ranks.absent):  # each batch counts once
             _update_metrics(model, state, metrics)
         return loss.detach()
 
@@ -145,7 +172,7 @@ def _keep_parts(state: State, share: Any) -> None:
     state.latest_parts = {}
 
 
-def _make_weigh(model: Any, data: DataSpec) -> Callable[[Any], Any]:
+def make_weigh(model: Any, data: DataSpec) -> Callable[[Any], Any]:
     """Return the function that says how much a microbatch counts: the model's answer, else its number of samples."""
     if type(model).loss_weight is TrainableModel.loss_weight:
         return data.get_num_samples_in_batch

@@ -14,6 +14,7 @@ from kernel_core.timing import Progress
 from kernel_core.train.forward import Microbatch, Pass, batches_within, run_pass
 from kernel_core.train.precision import Precision
 from kernel_core.train.randomness import forked_randomness
+from kernel_core.train.ranks import Ranks
 from kernel_core.train.state import State
 
 
@@ -25,6 +26,7 @@ def predict(
     subset_num_batches: int,
     return_outputs: bool,
     microbatch: Microbatch,
+    ranks: Ranks | None = None,
 ) -> list[Any]:
     """Return the outputs of each batch on the CPU, those of its microbatches put together."""
     held = (state.dataloader, state.dataloader_label, state.dataloader_len, state.batch, state.outputs)
@@ -61,7 +63,7 @@ def predict(
                 call()
             forward = precision.cast(state.model, training=False)
             job = Pass(data, subset_num_batches, progress, "predict", forward, microbatch, take, hold, finish_batch)
-            run_pass(state, hooks, job)
+            run_pass(state, hooks, job, ranks)
             for call in hooks.predict_end:
                 call()
     finally:

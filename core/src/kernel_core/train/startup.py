@@ -10,6 +10,7 @@ import torch
 
 from kernel_core.errors import OptimizerError, SurgeryError, TrainerError
 from kernel_core.logger import Logger
+from kernel_core.materialize import Materializer, is_meta
 from kernel_core.optim.parameter_groups import (
     OptimizerRequest,
     ParameterGroups,
@@ -22,6 +23,7 @@ from kernel_core.optim.scheduling import check_schedulers
 from kernel_core.registry.plan import PlannedCall, invoke
 from kernel_core.surgery import changed_paths, fingerprint, perform_surgery
 from kernel_core.train.precision import Precision
+from kernel_core.train.randomness import forked_randomness
 from kernel_core.train.state import State
 
 
@@ -37,8 +39,11 @@ def init_plugins(state: State, logger: Logger, begin: Callable[[str], None]) -> 
     """
     for active in state.plan.plugins:
         active.plugin.check(state)
+    state.engine.check(state)
+    for transform in state.transforms:
+        transform.check(state)
     before = fingerprint(state.model)
-    for call in state.plan.calls("init"):
+    for call in (call for call in state.plan.calls("init") if call.plugin not in state.silent):
         begin(call.plugin)
         invoke(call, {"state": state, "logger": logger})
         if changed := changed_paths(before, fingerprint(state.model)):
@@ -46,7 +51,7 @@ def init_plugins(state: State, logger: Logger, begin: Callable[[str], None]) -> 
                 f"{call.plugin}: changed the model in init, at {changed[0] or 'its root'}. Surgery belongs in the hooks "
                 "module_replacements or transform_model, where it is ordered, checked and reported."
             )
-    for active in state.plan.plugins:
+    for active in (active for active in state.plan.plugins if active.id not in state.silent):
         begin(active.id)
 
 
@@ -66,9 +71,7 @@ def prepare_model(
     perform_surgery(state, strict)
     for call in state.plan.calls("model_transformed"):
         invoke(call, {"model": state.model, "report": state.surgery_report})
-    if compile_config is not None:
-        state.model.compile(**compile_config)  # in place: the module tree and its names stay
-    state.model = state.engine.prepare(state.model, state.device)
+    _apply_transforms(state, compile_config)
     groups.repoint(state.model, [change.path for change in state.surgery_report.changes])
     made = build_optimizers(state.model, optimizers)
     state.optimizers = tuple(_wrap(optimizer, state) for optimizer in made)
@@ -76,6 +79,27 @@ def prepare_model(
         check_coverage(state.model, state.optimizers)
     check_schedulers(state.schedulers)
     return bind_precision(state)
+
+
+def _apply_transforms(state: State, compile_config: Mapping[str, Any] | None) -> None:
+    """Let every rank begin with the same model, then transforms, compilation and the engine change how it computes."""
+    engine, model = state.engine, state.model
+    shapes = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in model.named_parameters()}
+    engine.check_same("model", shapes)
+    engine.align(model)
+    materialize = Materializer(model, state.device, state.seed)
+    was_meta = is_meta(model)
+    for transform in state.transforms:
+        if transform.axis is not None:
+            materialize(model)  # a part of a layer does not know the values of the whole
+        transform.apply(model, engine.axis_mesh(transform.axis))
+    if compile_config is not None:
+        model.compile(**compile_config)  # in place: the module tree and its names stay
+    state.model = engine.prepare(model, state.device, materialize)
+    if was_meta:
+        for call in state.plan.calls("model_materialized"):
+            with forked_randomness(state.seed, "surgery", call.plugin):
+                invoke(call, {"model": state.model})
 
 
 def bind_precision(state: State) -> Precision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from kernel_core.train.precision import check_precision
 from kernel_core.train.randomness import SCOPES, Scope, keyed_generator
 
 if TYPE_CHECKING:
-    from kernel_core.engine import Engine
+    from kernel_core.engine import Engine, ModelTransform
     from kernel_core.models import TrainableModel
     from kernel_core.registry.base import Plugin
     from kernel_core.registry.plan import Plan
@@ -32,7 +32,9 @@ class State:
         optimizers: The optimizers, wrapped where a plugin wraps them.
         schedulers: Learning rate schedules.
         engine: Who runs backward and step.
+        transforms: What else changes how the model computes, in order.
         plan: Which plugin runs when.
+        silent: The ids of the loggers that are left out on this rank.
         surgery_report: What plugins changed in the model.
         device, seed, run_name: As resolved by the trainer.
         dataloader, dataloader_label, dataloader_len: What is being read now; the length in batches, None if unknown.
@@ -61,8 +63,11 @@ class State:
         device_train_microbatch_size: Rows in a microbatch; None for the whole batch. With ``auto_microbatching`` the size
             found so far.
         auto_microbatching: Whether the size is looked for.
+        trying: Whether the present batch is a try that other ranks may fail, so that gradients are averaged after it.
         grad_accum: Microbatches in a batch, instead of a size.
         interrupted: The number of the signal that ends the run after this step, None if there was none.
+        wants_stop, wanted_signal: What this rank asks for and not all ranks know yet; they take effect together, with the
+            next batch at the latest.
         eval_timestamp, predict_timestamp: Progress of the evaluation or prediction that is running.
     """
 
@@ -85,7 +90,9 @@ class State:
         self.seed = seed
         self.run_name = run_name
         self.engine = engine
+        self.transforms: Sequence[ModelTransform] = ()
         self.plan = plan
+        self.silent = {one.id for one in plan.plugins if engine.rank and not getattr(one.plugin, "every_rank", True)}
         self.precision = precision
         self.bind_model(lambda function: function)
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -113,6 +120,7 @@ class State:
         self.train_label = "train"
         self.device_train_microbatch_size: int | None = None
         self.auto_microbatching = False
+        self.trying = False
         self.grad_accum: int | None = None
         self.interrupted: int | None = None
         self.progress = Progress()
@@ -123,6 +131,8 @@ class State:
         self._clock = reader(TimeUnit.BATCH)
         self._iteration_length: Time | None = None
         self._stopped = False
+        self.wants_stop = False
+        self.wanted_signal: int | None = None
 
     @property
     def precision(self) -> str:
@@ -145,7 +155,7 @@ class State:
             value = loss(self.outputs, batch, **options)
             return value if value.__class__ is Tensor else total_loss(self, value)
 
-        self.compute_outputs = cast(self.model)
+        self.compute_outputs = cast(self.engine.forward(self.model))
         self.compute_loss = compute_loss
 
     @property
@@ -234,18 +244,30 @@ class State:
         return self._stopped or self._clock(self.progress) >= self._limit  # read after every batch
 
     def stop_training(self) -> None:
-        """End training after the current batch."""
-        self._stopped = True
+        """End training after the current batch; of several ranks, after the first batch in which all know of it.
+
+        Between epochs they know at once.
+        """
+        self.wants_stop = True
+        if self.world_size == 1:
+            self.stop_now()
 
     def interrupt(self, signal: int) -> None:
-        """End training, evaluation or prediction after the current batch, because of a signal."""
-        self.interrupted = signal
+        """End training, evaluation or prediction because of a signal, as ``stop_training`` does."""
+        self.wanted_signal = signal
+        if self.world_size == 1:
+            self.stop_now(signal)
+
+    def stop_now(self, signal: int | None = None) -> None:
+        """End what is going on after the current batch; of several ranks, all call it in the same batch."""
         self._stopped = True
+        if signal is not None:
+            self.interrupted = signal
 
     def resume_training(self) -> None:
-        """Take back ``stop_training`` and ``interrupt``; called when work begins."""
-        self._stopped = False
-        self.interrupted = None
+        """Take back what ended the work before; called when work begins."""
+        self._stopped = self.wants_stop = False
+        self.interrupted = self.wanted_signal = None
 
     def get_elapsed_duration(self) -> Time | None:
         """Return the share of ``max_duration`` that has passed, None if there is none.

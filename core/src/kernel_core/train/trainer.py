@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -16,7 +16,6 @@ import torch
 
 from kernel_core.data.loader import resumable_loader
 from kernel_core.data.spec import DataSpec
-from kernel_core.engine import Engine
 from kernel_core.errors import TrainerError
 from kernel_core.logger import Logger
 from kernel_core.models import TrainableModel
@@ -34,11 +33,11 @@ from kernel_core.train.arguments import (
     check_iterations,
     check_run_name,
     check_seed,
+    check_timeout,
     default_run_name,
     device_of,
     place,
     resolve_all,
-    resolve_engine,
     scaled,
     scaled_schedulers,
     set_microbatches,
@@ -46,17 +45,20 @@ from kernel_core.train.arguments import (
     unwrap_compiled,
     with_defaults,
 )
-from kernel_core.train.evaluation import Evaluations, evaluate
+from kernel_core.train.evaluation import Evaluations, evaluate, share_metrics
 from kernel_core.train.evaluator import Evaluator, Interval, as_evaluators, as_interval, check_subset
 from kernel_core.train.failure import raise_all
 from kernel_core.train.first_step import look_at_first_step
 from kernel_core.train.forward import Microbatch, batches_within
 from kernel_core.train.lifetime import Lifetime
 from kernel_core.train.loop import training_steps
+from kernel_core.train.parallelism import Parallelism, resolve_parallelism
+from kernel_core.train.place import Place
 from kernel_core.train.precision import default_precision
 from kernel_core.train.prediction import predict
 from kernel_core.train.randomness import deterministic_mode as _deterministic
-from kernel_core.train.randomness import seed_all
+from kernel_core.train.randomness import keyed_seed, seed_all
+from kernel_core.train.ranks import Ranks
 from kernel_core.train.startup import bind_precision, init_plugins, load_hooks, make_instrument, prepare_model
 from kernel_core.train.state import State
 from kernel_core.train.step import make_run_batch
@@ -92,6 +94,11 @@ class Trainer:
         progress_bar: Use the plugin of that name if it is installed.
         auto_log_hparams: Log these arguments as hyperparameters.
         parallelism: An engine: its name, ``{name: options}``, or an instance.
+        parallelism: The engine, and transforms beside it: a name, names to options such as
+            ``{"fsdp": {}, "tensor_parallel": {"degree": 2}}``, an instance, or a list of those. None means ``single`` for one
+            process and ``ddp`` for several.
+        fsdp_config, parallelism_config: The same as Composer's users write it.
+        dist_timeout: Seconds that ranks wait for one another before the run counts as hanging.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``mps``, …; None for the accelerator if there is one.
         precision: ``fp32``, ``amp_bf16``, ``amp_fp16`` or ``amp_fp8``; None for what suits the device.
         device_train_microbatch_size: Rows in a microbatch; None for the whole batch at once, ``"auto"`` for as many as fit.
@@ -140,7 +147,10 @@ class Trainer:
         run_name: str | None = None,
         progress_bar: bool = True,
         auto_log_hparams: bool = False,
-        parallelism: str | Mapping[str, Mapping[str, Any]] | Engine = "single",
+        parallelism: Parallelism = None,
+        fsdp_config: Mapping[str, Any] | None = None,
+        parallelism_config: Mapping[str, Any] | None = None,
+        dist_timeout: float = 300.0,
         device: str | torch.device | None = None,
         precision: str | None = None,
         device_train_microbatch_size: int | Literal["auto"] | None = None,
@@ -157,51 +167,64 @@ class Trainer:
         seed = secrets.randbelow(2**31) if seed is None else check_seed(seed)
         if python_log_level is not None:
             show_log(python_log_level)
-        seed_all(seed)
         asked = resolve_all(plugins, algorithms, callbacks, loggers)
         wishes = {"progress_bar": progress_bar, "amp_fp8": precision == "amp_fp8"}
         keywords = [name for name, wanted in wishes.items() if wanted]
         self.plan: Plan = build_plan(with_defaults(asked, keywords))
-        place_on = device_of(model, device)
-        self.state = State(
-            place(model, device),
-            device=place_on,
-            seed=seed,
-            run_name=run_name or default_run_name(),
-            engine=resolve_engine(parallelism),
-            plan=self.plan,
-            precision=precision or default_precision(place_on),
-        )
-        self.surgery_report = self.state.surgery_report = SurgeryReport()
-        destinations = [one.plugin for one in self.plan.plugins if isinstance(one.plugin, LoggerDestination)]
-        self.logger = Logger(destinations, self.state.progress)
-        self._instrument = make_instrument(self.plan.calls("instrument"))
-        self._hooks = self.plan.bind(self._guard, state=self.state, logger=self.logger)
-        self._lifetime = Lifetime(self.state, self.logger)
-        self._strict = strict
-        self._train_subset_num_batches = train_subset_num_batches
-        self._step_schedulers_every_batch = step_schedulers_every_batch
-        self.state.spin_dataloaders = spin_dataloaders
-        self.state.eval_interval = as_interval(eval_interval)
-        self.state.train_label = train_dataloader_label
-        self.state.max_duration = max_duration  # type: ignore[assignment]
-        self.state.iteration_length = iteration_length  # type: ignore[assignment]
-        set_microbatches(self.state, device_train_microbatch_size, grad_accum)
-        self.state.schedulers = scaled_schedulers(as_list(schedulers), scale_schedule_ratio)
-        if scale_schedule_ratio != 1.0 and self.state.max_duration is not None:
-            self.state.max_duration = scaled(self.state.max_duration, scale_schedule_ratio)
-        self._set_evaluators(eval_dataloader, eval_subset_num_batches)
-        check_iterations(self.state)
-        self._data: DataSpec | None = None
-        if train_dataloader is not None:
-            self._set_train_data(train_dataloader)
-        if deterministic_mode:
-            self._lifetime.at_close.append(_deterministic())
-        try:
-            self._start(as_list(optimizers), compile_config, given if auto_log_hparams else {})
-        except BaseException as error:
-            self._lifetime.fail(error)
-            raise
+        where = Place.of_environment()
+        engine, transforms = resolve_parallelism(parallelism, fsdp_config, parallelism_config, where)
+        with ExitStack() as undo:
+            undo.callback(engine.close)
+            place_on = engine.connect(where, device_of(model, device), transforms, check_timeout(dist_timeout))
+            if engine.world_size > 1:
+                engine.check_same("plan", self.plan.contents())
+            seed = int(engine.agree("seed", str(seed)))
+            run_name = engine.agree("run_name", run_name or default_run_name())
+            seed_all(seed)
+            self.state = State(
+                place(model, device, place_on),
+                device=place_on,
+                seed=seed,
+                run_name=run_name,
+                engine=engine,
+                plan=self.plan,
+                precision=precision or default_precision(place_on),
+            )
+            self.state.transforms = transforms
+            self.surgery_report = self.state.surgery_report = SurgeryReport()
+            self._ranks = Ranks(self.state) if engine.world_size > 1 else None
+            loggers_here = [one.plugin for one in self.plan.plugins if one.id not in self.state.silent]
+            self.logger = Logger(
+                [one for one in loggers_here if isinstance(one, LoggerDestination)], self.state.progress
+            )
+            self._instrument = make_instrument(self.plan.calls("instrument"))
+            self._hooks = self.plan.bind(self._guard, state=self.state, logger=self.logger)
+            self._lifetime = Lifetime(self.state, self.logger)
+            self._strict = strict
+            self._train_subset_num_batches = train_subset_num_batches
+            self._step_schedulers_every_batch = step_schedulers_every_batch
+            self.state.spin_dataloaders = spin_dataloaders
+            self.state.eval_interval = as_interval(eval_interval)
+            self.state.train_label = train_dataloader_label
+            self.state.max_duration = max_duration  # type: ignore[assignment]
+            self.state.iteration_length = iteration_length  # type: ignore[assignment]
+            set_microbatches(self.state, device_train_microbatch_size, grad_accum)
+            self.state.schedulers = scaled_schedulers(as_list(schedulers), scale_schedule_ratio)
+            if scale_schedule_ratio != 1.0 and self.state.max_duration is not None:
+                self.state.max_duration = scaled(self.state.max_duration, scale_schedule_ratio)
+            self._set_evaluators(eval_dataloader, eval_subset_num_batches)
+            check_iterations(self.state)
+            self._data: DataSpec | None = None
+            if train_dataloader is not None:
+                self._set_train_data(train_dataloader)
+            if deterministic_mode:
+                self._lifetime.at_close.append(_deterministic())
+            try:
+                self._start(as_list(optimizers), compile_config, given if auto_log_hparams else {})
+            except BaseException as error:
+                self._lifetime.fail(error)
+                raise
+            undo.pop_all()
 
     def _start(
         self,
@@ -213,9 +236,7 @@ class Trainer:
         init_plugins(state, self.logger, self._lifetime.begun.add)
         self._precision = prepare_model(state, optimizers, compile_config, self._strict)
         state.train_metrics = copy.deepcopy(state.model.get_metrics(is_train=True))
-        for metric in state.train_metrics.values():
-            if hasattr(metric, "to"):
-                metric.to(state.device)
+        share_metrics(state, state.train_metrics)
         self.local_hparams = {name: to_json(value) for name, value in hparams.items()}
         self.logger.log_hyperparameters(
             {
@@ -231,9 +252,13 @@ class Trainer:
         )
         load_hooks(self._hooks)
         self._watch = StructureWatch(state.model, self.surgery_report, self._strict)
-        seed_all(state.seed)  # what plugins drew while they started must not shift what training draws
+        # what plugins drew while they started must not shift what training draws; ranks with different data draw differently
+        rank = state.engine.data_rank
+        seed_all(state.seed if rank == 0 else keyed_seed(state.seed, "rank", rank))
 
-    def _guard(self, call: PlannedCall, hook: str, bound: Callable[[], Any]) -> Callable[[], Any]:
+    def _guard(self, call: PlannedCall, hook: str, bound: Callable[[], Any]) -> Callable[[], Any] | None:
+        if call.plugin in self.state.silent:
+            return None
         guarded = self.logger.guard(self.plan.by_id(call.plugin).plugin, hook, bound)
         return self._instrument(f"{call.plugin}.{hook}", guarded)
 
@@ -242,18 +267,34 @@ class Trainer:
         state.evaluators = as_evaluators(eval_dataloader, subset_num_batches, state.train_label)
         for evaluator in state.evaluators:
             evaluator.metrics = evaluator.select(state.model.get_metrics(is_train=False))
+            evaluator.data = self._shared(evaluator.data)
+
+    def _shared(self, data: DataSpec) -> DataSpec:
+        """Return ``data`` of which each rank reads its share, every sample once."""
+        if self._ranks is None:
+            return data
+        state, data = self.state, copy.copy(data)
+        engine = state.engine
+        data.dataloader, note = resumable_loader(data.dataloader, state.seed, engine.data_rank, engine.data_world_size)
+        if note and state.rank == 0:
+            log.info("%s", note)
+        return data
 
     def _set_train_data(self, train_dataloader: Any) -> None:
         state = self.state
         self._data = data = copy.copy(DataSpec.of(train_dataloader))  # the user's own may serve another run
-        data.dataloader, note = resumable_loader(data.dataloader, state.seed, state.rank, state.world_size)
-        if note:
+        data.dataloader, note = resumable_loader(
+            data.dataloader, state.seed, state.engine.data_rank, state.engine.data_world_size
+        )
+        if note and state.rank == 0:
             log.info("%s", note)
         state.dataloader, state.dataloader_label = data.dataloader, state.train_label
         if not self._train_subset_num_batches:
             raise TrainerError("train_subset_num_batches: got 0. Expected at least 1, or -1 for whole epochs.")
         state.epoch_share = data.epoch_share
         state.dataloader_len = batches_within(data, self._train_subset_num_batches)
+        if self._ranks is not None:
+            state.dataloader_len = self._ranks.agree_on_length(state.dataloader_len, "train_dataloader")
 
     def fit(self, train_dataloader: Any = None, **arguments: Any) -> None:
         """Train until ``max_duration``. May be called again.
@@ -380,7 +421,9 @@ class Trainer:
         if schedules := split_schedules(state.schedulers)[1]:
             apply_schedules(state, schedules)  # what cannot be asked is refused before anything begins
         run_evaluators = self._instrument("evaluation", self._evaluate)
-        run_batch = make_run_batch(state, self._hooks, self.logger, data, schedules, self._precision, self._instrument)
+        run_batch = make_run_batch(
+            state, self._hooks, self.logger, data, schedules, self._precision, self._instrument, self._ranks
+        )
         return training_steps(
             state,
             self._hooks,
@@ -391,10 +434,11 @@ class Trainer:
             run_batch,
             self._instrument("data", next),
             bool(self._step_schedulers_every_batch),
+            self._ranks,
         )
 
     def _evaluate(self, evaluators: Sequence[Evaluator], subset_num_batches: int | None = None) -> None:
-        evaluate(self.state, self._hooks, self.logger, self._precision, evaluators, subset_num_batches)
+        evaluate(self.state, self._hooks, self.logger, self._precision, evaluators, subset_num_batches, self._ranks)
 
     def eval(self, eval_dataloader: Any = None, subset_num_batches: int = -1) -> dict[str, Any]:
         """Evaluate now.
@@ -420,6 +464,8 @@ class Trainer:
             raise TrainerError("eval: no eval_dataloader. Give one to Trainer or to eval.")
         for evaluator in evaluators:
             check_subset(evaluator, subset_num_batches)
+            if eval_dataloader is not None:
+                evaluator.data = self._shared(evaluator.data)
         limit = None if subset_num_batches < 0 else subset_num_batches
         with self._lifetime.working():
             for call in self._hooks.eval_standalone_start:
@@ -448,14 +494,22 @@ class Trainer:
             device_microbatch_size: Rows in a forward pass; None for the whole batch, ``"auto"`` for as many as fit.
 
         Returns:
-            One entry for each batch, on the CPU; an empty list without ``return_outputs``.
+            One entry for each batch, on the CPU; an empty list without ``return_outputs``. Of several ranks each returns
+            those of its share of every global batch.
         """
         self._lifetime.refuse_closed("predict")
         microbatch = Microbatch.of(device_microbatch_size, "device_microbatch_size")
-        data = DataSpec.of(dataloader)
+        data = self._shared(DataSpec.of(dataloader))
         with self._lifetime.working():
             return predict(
-                self.state, self._hooks, self._precision, data, subset_num_batches, return_outputs, microbatch
+                self.state,
+                self._hooks,
+                self._precision,
+                data,
+                subset_num_batches,
+                return_outputs,
+                microbatch,
+                self._ranks,
             )
 
     def close(self) -> None:

@@ -299,13 +299,13 @@ def test_a_part_of_the_heads_must_say_which(make: Make, ids: Ids) -> None:
     with pytest.raises(SurgeryError, match=message):
         attend(attention, query, key, value, mask)
     for indices in (range(2, 4), [2, 3]):
-        attention.alibi_head_indices = indices
+        attention.head_indices = indices
         out, _ = attend(attention, query, key, value, mask, scaling=attention.scaling)
         torch.testing.assert_close(out.reshape(2, 9, -1), whole["heads"][..., 12:])
     for wrong in (range(3), [2, 4], [-1, 0]):
-        attention.alibi_head_indices = wrong
+        attention.head_indices = wrong
         with pytest.raises(
-            SurgeryError, match=r"alibi_head_indices is .* for 2 heads .* Expected 2 indices from 0 to 3."
+            SurgeryError, match=r"head_indices is .* for 2 heads .* Expected 2 indices from 0 to 3."
         ):
             attend(attention, query, key, value, mask)
 

@@ -101,7 +101,7 @@ def alibi_attention(
     """Run transformers' sdpa attention with the mask that ``alibi_mask`` built.
 
     Slopes belong to global head indices. A module that holds only some heads of its layer, as under tensor parallelism,
-    says which in its attribute ``alibi_head_indices``: a range (which costs no copy) or a list.
+    says which in its attribute ``head_indices``: a range (which costs no copy) or a list.
 
     Args:
         module: The attention module.
@@ -188,18 +188,18 @@ def _checked_mask(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _mask_of_heads(module: nn.Module, num_heads: int, mask: Tensor) -> Tensor:
-    indices: range | Sequence[int] | None = getattr(module, "alibi_head_indices", None)
+    indices: range | Sequence[int] | None = getattr(module, "head_indices", None)
     if indices is None:
         if num_heads == mask.shape[1]:
             return mask
         raise SurgeryError(
             f"alibi: {type(module).__name__} has {num_heads} heads, but the model has slopes for {mask.shape[1]}. "
             "Expected all heads, or to be told which these are, since part of them alone would get other slopes. "
-            "Set module.alibi_head_indices to their global indices, for example range(0, 4)."
+            "Set module.head_indices to their global indices, for example range(0, 4)."
         )
     if len(indices) != num_heads or not all(0 <= index < mask.shape[1] for index in indices):
         raise SurgeryError(
-            f"alibi: {type(module).__name__}.alibi_head_indices is {indices!r} for {num_heads} heads of a layer with "
+            f"alibi: {type(module).__name__}.head_indices is {indices!r} for {num_heads} heads of a layer with "
             f"{mask.shape[1]}. Expected {num_heads} indices from 0 to {mask.shape[1] - 1}. Set one for each head held."
         )
     if isinstance(indices, range) and indices.step == 1:

@@ -1,0 +1,1 @@
+"""Start a training script on several processes and machines, on torchrun's elastic agent."""
