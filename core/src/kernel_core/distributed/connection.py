@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -108,6 +109,7 @@ def connect(place: Place, device: torch.device, timeout_s: float) -> Connection:
     prefix = f"kernel/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_process.joined}"
     store = _stores.PrefixStore(prefix, _process.store)
     _wait_for_all(place, store, timeout_s)
+    excepthook = sys.excepthook
     collective_timeout = timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S)
     dist.init_process_group(
         _backend(device),
@@ -117,6 +119,8 @@ def connect(place: Place, device: torch.device, timeout_s: float) -> Connection:
         timeout=collective_timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    if _process.joined > 1:
+        sys.excepthook = excepthook  # torch puts the rank before each line, once more each time
     _process.group_store, _process.owner = store, True
     _process.users += 1
     return Connection(place, store)

@@ -19,6 +19,7 @@ from kernel_core.distributed.norms import clip_by_norm, total_norm
 from kernel_core.distributed.sharding import copy_part, shard_like
 from kernel_core.engine import Engine, ModelTransform
 from kernel_core.errors import ParallelismError
+from kernel_core.train.composer_keywords import KEYWORDS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -114,7 +115,7 @@ class DistributedEngine(Engine):
         if self.data_world_size > 1:
             raise ParallelismError(
                 f"parallelism: the transforms split the model over {self.world_size // self.data_world_size} of "
-                f"{self.world_size} ranks, and no engine is named for the rest. Name one beside them: 'fsdp'."
+                f"{self.world_size} ranks, and no engine is named for the rest. Name one: {KEYWORDS['fsdp_config'].plugin!r}."
             )
         materialize(model)
         return model

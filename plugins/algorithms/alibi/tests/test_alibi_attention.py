@@ -304,9 +304,7 @@ def test_a_part_of_the_heads_must_say_which(make: Make, ids: Ids) -> None:
         torch.testing.assert_close(out.reshape(2, 9, -1), whole["heads"][..., 12:])
     for wrong in (range(3), [2, 4], [-1, 0]):
         attention.head_indices = wrong
-        with pytest.raises(
-            SurgeryError, match=r"head_indices is .* for 2 heads .* Expected 2 indices from 0 to 3."
-        ):
+        with pytest.raises(SurgeryError, match=r"head_indices is .* for 2 heads .* Expected 2 indices from 0 to 3."):
             attend(attention, query, key, value, mask)
 
 

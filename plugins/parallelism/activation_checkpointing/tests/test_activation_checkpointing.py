@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kernel_core.errors import OptionError, ParallelismError
+from kernel_core import TrainableModel, Trainer
+from kernel_core.engine import SingleEngine
+from kernel_core.errors import ConflictError, OptionError, ParallelismError
 from kernel_plugin_activation_checkpointing import (
     ActivationCheckpointing,
     apply_activation_checkpointing,
@@ -36,7 +38,7 @@ class GPT2(nn.Module):
     def __init__(self, dropout: float = 0.1, use_cache: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        rates = {name: dropout for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
         special = {"bos_token_id": 1, "eos_token_id": None, "use_cache": use_cache}
         sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16}
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates, **special))
@@ -128,7 +130,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
         for parameter in twin.parameters():
             parameter.zero_()
     assert float(twin(IDS).detach().abs().max()) == 0
-    loss, gradients = backward(model)
+    _, gradients = backward(model)
     _, expected = backward(Encoder())
     assert all(torch.equal(gradients[key], expected[key]) for key in expected)
     backward(twin)
@@ -199,6 +201,50 @@ def test_compiles_into_one_graph_with_the_same_gradients(options: dict[str, Any]
     torch.compile(changed, backend="aot_eager", fullgraph=True)(IDS).square().mean().backward()
     gradients = {name: parameter.grad for name, parameter in changed.named_parameters()}
     torch.testing.assert_close({key: gradients[key] for key in expected}, expected)
+
+
+class Net(TrainableModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Encoder()
+
+    def forward(self, batch: Any) -> Any:
+        return self.net(batch)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs.square().mean()
+
+
+def test_in_training_the_weights_are_the_same_bit_for_bit() -> None:
+    models = []
+    for parallelism in (None, {"activation_checkpointing": {"every": 2}}):
+        model = Net()
+        Trainer(
+            model=model,
+            train_dataloader=[IDS.roll(shift) for shift in range(3)],
+            max_duration="3ba",
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            parallelism=parallelism,
+            device="cpu",
+            progress_bar=False,
+            seed=5,
+        ).fit()
+        models.append(model)
+    changed = ["forward" in vars(layer) for layer in models[1].net.encoder.layers]
+    assert changed == [True, False, True]
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_the_older_way_is_refused_under_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = r"^activation_checkpointing\.reentrant: got True with the engine 'fsdp'\. Expected False there"
+    monkeypatch.setattr(SingleEngine, "name", "fsdp")
+    with pytest.raises(ConflictError, match=message):
+        Trainer(
+            model=Net(),
+            parallelism=[SingleEngine(), ActivationCheckpointing(reentrant=True)],
+            device="cpu",
+            progress_bar=False,
+        )
 
 
 class Marked(nn.Module):

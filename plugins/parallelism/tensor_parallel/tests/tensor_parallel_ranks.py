@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from kernel_core import Trainer
 from kernel_core.errors import KernelError
 from kernel_plugin_alibi import apply_alibi
+from kernel_plugin_huggingface import HuggingFaceModel
 from kernel_plugin_tensor_parallel import apply_tensor_parallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -149,6 +152,34 @@ def bert_with_wrong_heads(mesh: DeviceMesh) -> Result:
     return bert(mesh, wrong_heads=True)
 
 
+def trained(mesh: DeviceMesh) -> Result:
+    """A whole run, gradients clipped, against a loop by hand in this process alone."""
+    ids = tokens()
+    batches = [{"input_ids": ids.roll(shift, 0), "labels": ids.roll(shift, 0)} for shift in range(3)]
+    alone = family("llama", tie_word_embeddings=True).model
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        alone(**batch).loss.backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+    model: Any = HuggingFaceModel(family("llama", tie_word_embeddings=True).model)
+    with Trainer(
+        model=model,
+        train_dataloader=batches,
+        max_duration="3ba",
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        plugins=[("gradient_clipping", {"clipping_threshold": 0.5})],
+        parallelism={"tensor_parallel": {"degree": 2}, "activation_checkpointing": {}},
+        device="cpu",
+        precision="fp32",
+        progress_bar=False,
+    ) as trainer:
+        trainer.fit()
+        after = {name: whole(parameter) for name, parameter in model.model.named_parameters()}
+    return {"alone": {name: whole(parameter) for name, parameter in alone.named_parameters()}, "parts": after}
+
+
 def unlike_ranks(mesh: DeviceMesh) -> Result:
     """What is split comes from the first rank, wherever the others started."""
     model = MLP()
@@ -198,13 +229,16 @@ def refused(mesh: DeviceMesh) -> Result:
 
 
 CASES: dict[str, Callable[[DeviceMesh], Result]] = {
-    case.__name__: case for case in (llama, tied_llama, qwen3, mlp, bert, bert_with_wrong_heads, unlike_ranks, refused)
+    case.__name__: case
+    for case in (llama, tied_llama, qwen3, mlp, bert, bert_with_wrong_heads, unlike_ranks, refused, trained)
 }
 
 
 def main(rank: int, world_size: int, folder: Path, *names: str) -> None:
     """Run the cases."""
     torch.set_num_threads(1)
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",))

@@ -60,6 +60,12 @@ def test_parts_train_as_the_whole(case: str, tolerance: float, results: Results)
 
 
 @ranks
+def test_a_run_with_clipping_and_recomputation_ends_with_the_weights_of_one_process(results: Results) -> None:
+    for rank in results:
+        assert largest_difference(rank["trained"]["alone"], rank["trained"]["parts"]) < 1e-6
+
+
+@ranks
 def test_each_rank_holds_half_of_what_is_split(results: Results) -> None:
     split = results[1]["llama"]["split"]
     block = "model.model.layers.1"
@@ -101,7 +107,7 @@ MESSAGES = {
     "no plan": r"ParallelismError tensor_parallel: MLP has no plan\. Expected a method tensor_parallel_plan\(\)",
     "features": r"ParallelismError tensor_parallel\.degree: got 2, and layers\.0\.up has 7 output features to split",
     "class": r"ParallelismError tensor_parallel: layers\.0 is a ModuleDict, which ColwiseParallel cannot split",
-    "heads": r"ParallelismError tensor_parallel\.degree: got 2, and .*k_proj has 1 head\. .*num_key_value_heads",
+    "heads": r"ParallelismError tensor_parallel\.degree: got 2, which does not divide .*k_proj: 1\. .*num_key_value_heads",
     "fused": r"ParallelismError tensor_parallel: qkv has 24 features, and Module 2 heads of 4\. Expected the queries in a",
     "multihead": r"ParallelismError tensor_parallel: inner\.out_proj is part of an MultiheadAttention",
     "meta": r"ParallelismError tensor_parallel: layers\.0\.up is on the meta device\. Expected values",
@@ -199,7 +205,7 @@ def test_degree_one_splits_nothing_and_says_so(caplog: pytest.LogCaptureFixture)
     transform, model = TensorParallel(1), Net()
     transform.apply(model, None)
     assert caplog.messages == ["tensor_parallel: degree 1 splits nothing."]
-    assert (transform.stage, transform.axis, transform.degree) == ("tensor_parallel", "tensor_parallel", 1)
+    assert (transform.stage, transform.axis, transform.degree) == ("split", "tensor_parallel", 1)
 
 
 @pytest.mark.parametrize(

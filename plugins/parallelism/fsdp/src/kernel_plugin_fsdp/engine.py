@@ -197,7 +197,7 @@ class FSDPEngine(DistributedEngine):
         assert isinstance(model, FSDPModule)
         self._root, self._synchronizes = model, True
         _prefetch(
-            [module for path, (module, _) in sorted(units.items(), key=_place)],
+            [module for _, (module, _) in sorted(units.items(), key=_position)],
             self.forward_prefetch,
             self.backward_prefetch,
         )

@@ -68,6 +68,6 @@ def _check(layers: Mapping[str, nn.Linear], count: int, size: int, degree: int, 
     for path, held in {"": count, **heads}.items():
         if held % degree:
             raise ParallelismError(
-                f"tensor_parallel.degree: got {degree}, and {path or what} has {held} {'head' if held == 1 else 'heads'}. Expected a degree that divides the "
-                "numbers of attention heads (num_attention_heads, num_key_value_heads). Choose another."
+                f"tensor_parallel.degree: got {degree}, which does not divide the number of heads in {path or what}: {held}. "
+                "Expected one that divides both num_attention_heads and num_key_value_heads. Choose another."
             )

@@ -75,7 +75,7 @@ def _wrappers(model: nn.Module) -> list[str]:
         children = [
             (name, child) for name, child in model.named_children() if next(child.parameters(), None) is not None
         ]
-        if len(children) != 1:
+        if len(children) != 1 or isinstance(children[0][1], nn.ModuleList | nn.ModuleDict):
             return prefixes
         prefixes.append(f"{prefixes[-1]}{children[0][0]}.")
         model = children[0][1]

@@ -1,0 +1,1 @@
+"""Helps to test plugins. Nothing here is imported by a run."""
