@@ -40,18 +40,33 @@ class Residual(nn.Module):
         return x + self.block(x)  # type: ignore[no-any-return]
 
 
+class Stack(nn.Module):
+    """First and last modules around a list of blocks, which are sharded and recomputed in one piece."""
+
+    def __init__(self, first: nn.Module, blocks: list[nn.Module], *last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = first, nn.ModuleList(blocks), nn.Sequential(*last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
 def make(kind: str) -> tuple[Any, TensorDataset | list[Any]]:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(0, CLASSES, (NUM_SAMPLES,), generator=generator)
     if kind == "mlp":
-        layers = nn.ModuleList([nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()) for _ in range(3)])
-        net = nn.Sequential(nn.Linear(FEATURES, HIDDEN), *layers, nn.Linear(HIDDEN, CLASSES)).double()
+        blocks = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()) for _ in range(3)]
+        net = Stack(nn.Linear(FEATURES, HIDDEN), blocks, nn.Linear(HIDDEN, CLASSES)).double()
         data = torch.randn(NUM_SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
         return Classifier(net, num_classes=CLASSES), TensorDataset(data, labels)
     if kind == "resnet":
-        blocks = nn.ModuleList([Residual(6), Residual(6)])
-        net = nn.Sequential(nn.Conv2d(1, 6, 3), *blocks, nn.Flatten(), nn.Linear(6 * 16, CLASSES)).double()
+        net = Stack(
+            nn.Conv2d(1, 6, 3), [Residual(6), Residual(6)], nn.Flatten(), nn.Linear(6 * 16, CLASSES)
+        ).double()
         data = torch.randn(NUM_SAMPLES, 1, 6, 6, generator=generator, dtype=torch.float64)
         return Classifier(net), TensorDataset(data, labels)
     from kernel_plugin_huggingface import HuggingFaceModel

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
 
 Found = dict[str, nn.Module]
+
+
+def path_pattern(glob: str) -> re.Pattern[str]:
+    """Return what matches the paths that ``glob`` stands for: ``*`` is one part of a path, ``**`` any number."""
+    parts = re.split(r"(\*\*|\*)", glob)
+    return re.compile("".join({"**": ".*", "*": r"[^.]*"}.get(part, re.escape(part)) for part in parts))
 
 
 def marked_modules(model: nn.Module, function: str, attribute: str) -> dict[str, Any]:

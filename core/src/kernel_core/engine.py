@@ -127,6 +127,9 @@ class Engine(ABC):
             materialize: Gives what is on the meta device in a module, submodules included, its place and initial values.
         """
 
+    def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Change what of a ready optimizer does not work on the prepared model's parameters."""
+
     def forward(self, model: nn.Module) -> Callable[[Any], Any]:
         """Return ``batch -> outputs`` for training: ``model``, or something around it that has to see each pass."""
         return model

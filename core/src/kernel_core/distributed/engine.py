@@ -120,6 +120,12 @@ class DistributedEngine(Engine):
         materialize(model)
         return model
 
+    def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step groups that hold sharded and whole tensors one by one: torch's joint kernels refuse such a mix."""
+        for group in optimizer.param_groups:
+            if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+                group.update({name: False for name in ("foreach", "fused") if name in group})
+
     def total_norm(self, tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """Return the norm over all shards."""
         return total_norm(tensors, norm_type)

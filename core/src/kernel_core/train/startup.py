@@ -74,6 +74,8 @@ def prepare_model(
     _apply_transforms(state, compile_config)
     groups.repoint(state.model, [change.path for change in state.surgery_report.changes])
     made = build_optimizers(state.model, optimizers)
+    for optimizer in made:
+        state.engine.adapt_optimizer(optimizer)
     state.optimizers = tuple(_wrap(optimizer, state) for optimizer in made)
     if made:
         check_coverage(state.model, state.optimizers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kernel_core.blocks import marked_modules, path_pattern, repeated_blocks
 from kernel_core.errors import OptionError, ParallelismError
 from torch import nn
 
@@ -39,12 +40,6 @@ def select_modules(model: nn.Module, modules: Sequence[str] | None = None, every
     return {path: found[path] for path in outer[::every]}
 
 
-def path_pattern(glob: str) -> re.Pattern[str]:
-    """Return what matches the module paths that ``glob`` stands for."""
-    parts = re.split(r"(\*\*|\*)", glob)
-    return re.compile("".join({"**": ".*", "*": r"[^.]*"}.get(part, re.escape(part)) for part in parts))
-
-
 def _below(model: nn.Module) -> Found:
     return {path: module for path, module in model.named_modules() if path}
 
@@ -73,41 +68,5 @@ def _examples(below: Found) -> str:
 
 
 def _blocks(model: nn.Module) -> Found:
-    return _marked(model) or _unsplit(model) or _largest_list(model)
-
-
-def _marked(model: nn.Module) -> Found:
-    """Return what the model's author chose, in the words that Composer has for it; the attribute beats the function."""
-    chosen: dict[int, bool] = {}
-    for owner in model.modules():
-        wants = getattr(owner, "activation_checkpointing_fn", None)
-        if callable(wants):
-            # inner functions come later and have the last word about what is in their module
-            chosen |= {id(module): bool(wants(module)) for module in owner.modules() if module is not owner}
-    for module in model.modules():
-        mark = getattr(module, "_activation_checkpointing", None)
-        if mark is not None:
-            chosen[id(module)] = bool(mark)
-    return {path: module for path, module in _below(model).items() if chosen.get(id(module))}
-
-
-def _unsplit(model: nn.Module) -> Found:
-    """Return the modules that transformers keeps in one piece; the repeated ones if there are any, not the embeddings."""
-    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    found = {path: module for path, module in _below(model).items() if type(module).__name__ in names}
-    listed = {id(member) for module in model.modules() if isinstance(module, nn.ModuleList) for member in module}
-    return {path: module for path, module in found.items() if id(module) in listed} or found
-
-
-def _largest_list(model: nn.Module) -> Found:
-    lists = [
-        (path, module)
-        for path, module in _below(model).items()
-        if isinstance(module, nn.ModuleList) and len({type(member) for member in module}) == 1
-        # these hold modules and have no forward pass of their own
-        if not isinstance(module[0], nn.ModuleList | nn.ModuleDict)
-    ]
-    if not lists:
-        return {}
-    path, largest = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
-    return {f"{path}.{index}": member for index, member in largest.named_children()}
+    said = marked_modules(model, "activation_checkpointing_fn", "_activation_checkpointing")
+    return {path: module for path, module in _below(model).items() if path in said} or repeated_blocks(model)

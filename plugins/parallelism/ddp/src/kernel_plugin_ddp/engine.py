@@ -58,6 +58,7 @@ class DDPEngine(DistributedEngine):
     ) -> None:
         super().__init__()
         self.sync_strategy = sync_strategy
+        self.needs_all_ranks = sync_strategy == "multi_auto_sync"  # the ranks' passes wait for one another
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -119,8 +120,7 @@ class DDPEngine(DistributedEngine):
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Decide whether the next pass averages gradients."""
-        if self.sync_strategy == "multi_auto_sync" and not (self.state is not None and self.state.trying):
-            enabled = True
+        enabled = enabled or self.sync_strategy == "multi_auto_sync"
         self._averages = enabled and self.sync_strategy != "forced_sync"
         self._unaveraged = not self._averages
 

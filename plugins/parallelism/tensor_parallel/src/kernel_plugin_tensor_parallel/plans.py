@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kernel_core.blocks import path_pattern
 from kernel_core.errors import OptionError, ParallelismError
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -58,8 +59,7 @@ def _expand(plan: Mapping[str, Any], paths: Mapping[str, nn.Module], prefixes: l
 
 
 def _matches(glob: str, paths: Mapping[str, nn.Module]) -> list[str]:
-    parts = re.split(r"(\*\*|\*)", glob)
-    pattern = re.compile("".join({"**": ".*", "*": r"[^.]*"}.get(part, re.escape(part)) for part in parts))
+    pattern = path_pattern(glob)
     return [path for path in paths if pattern.fullmatch(path)]
 
 
