@@ -64,16 +64,20 @@ def make(kind: str) -> tuple[Any, TensorDataset | list[Any]]:
         data = torch.randn(NUM_SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
         return Classifier(net, num_classes=CLASSES), TensorDataset(data, labels)
     if kind == "resnet":
-        net = Stack(
-            nn.Conv2d(1, 6, 3), [Residual(6), Residual(6)], nn.Flatten(), nn.Linear(6 * 16, CLASSES)
-        ).double()
+        net = Stack(nn.Conv2d(1, 6, 3), [Residual(6), Residual(6)], nn.Flatten(), nn.Linear(6 * 16, CLASSES)).double()
         data = torch.randn(NUM_SAMPLES, 1, 6, 6, generator=generator, dtype=torch.float64)
         return Classifier(net), TensorDataset(data, labels)
     from kernel_plugin_huggingface import HuggingFaceModel
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=20, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0, **no_dropout)
+    if kind == "gpt2":
+        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 20, "n_layer": 2, "n_head": 4}
+        net: Any = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
+    else:
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 2, **heads}
+        net = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=0, eos_token_id=0))
     ids = torch.randint(0, 50, (NUM_SAMPLES, 12), generator=generator)
     lengths = torch.randint(3, 13, (NUM_SAMPLES,), generator=generator)
     rows = []
@@ -81,14 +85,15 @@ def make(kind: str) -> tuple[Any, TensorDataset | list[Any]]:
         labels_of_row = row.clone()
         labels_of_row[length:] = -100
         rows.append({"input_ids": row, "labels": labels_of_row})
-    return HuggingFaceModel(GPT2LMHeadModel(config)), rows
+    return HuggingFaceModel(net), rows
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train ten steps of ``case`` on the ranks there are, and return what can be compared."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     model, data = make(case["model"])
-    loader = DataLoader(data, GLOBAL_BATCH // world_size, shuffle=True)  # type: ignore[arg-type]
+    data_ranks = max(1, world_size // case.get("parts", 1))
+    loader = DataLoader(data, GLOBAL_BATCH // data_ranks, shuffle=True)  # type: ignore[arg-type]
     parameters = list(model.parameters())
     if case.get("optimizers") == 2:
         half = len(parameters) // 2
@@ -138,6 +143,12 @@ ENGINES: dict[str, Any] = {
     "hybrid": {"fsdp": {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}},
     "offload": {"fsdp": {"cpu_offload": True, "activation_checkpointing": True}},
 }
+TENSOR = {"tensor_parallel": {"degree": 2}}
+SPLIT: dict[str, Any] = {
+    "tp": TENSOR,
+    "fsdp_tp": {"fsdp": {}, **TENSOR},
+    "no_shard_tp": {"fsdp": {"sharding_strategy": "NO_SHARD"}, **TENSOR, "activation_checkpointing": {}},
+}
 ALIBI = ["alibi"]
 CLIP = [["gradient_clipping", {"clipping_threshold": 0.05}]]
 
@@ -151,25 +162,27 @@ def cases_of(engines: list[str]) -> list[dict[str, Any]]:
     return [{**variant, "engine": name, "parallelism": ENGINES[name]} for variant in variants for name in engines]
 
 
+def check_close(what: str, found: list[float], expected: list[float], rtol: float, atol: float) -> None:
+    left, right = torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(left, right, rtol=rtol, atol=atol, msg=lambda message: f"{what}: {message}")
+
+
 def compare(cases: list[dict[str, Any]], world_size: int) -> None:
     alone = {}
     results = run_on_ranks(world_size, __file__, "train_all", cases, timeout_s=300)
     for index, case in enumerate(cases):
-        key = str({name: value for name, value in case.items() if name not in ("engine", "parallelism")})
+        key = str({name: value for name, value in case.items() if name not in ("engine", "parallelism", "parts")})
         expected = alone.setdefault(key, train({**case, "parallelism": None}))
         found = results[0][index]
         what = f"{case['engine']} on {world_size}: {case['model']}"
         # transformers computes its loss in float32
-        close = {"rtol": 2e-5, "atol": 2e-6} if case["model"] == "gpt2" else {"rtol": 1e-9, "atol": 1e-11}
+        close = {"rtol": 2e-5, "atol": 2e-6} if case["model"] in ("gpt2", "llama") else {"rtol": 1e-9, "atol": 1e-11}
         assert found["sample"] == expected["sample"], what
         assert len(found["losses"]) == 10, what
-        for name in ("losses", "norms"):
-            left, right = torch.tensor(found[name]), torch.tensor(expected[name])
-            # the loss that is logged is averaged in float32 at least
-            torch.testing.assert_close(left, right, rtol=max(close["rtol"], 1e-6), atol=1e-6, msg=lambda m: f"{what}, {name}: {m}")
+        for name in ("losses", "norms"):  # the loss that is logged is averaged in float32
+            check_close(f"{what}, {name}", found[name], expected[name], max(close["rtol"], 1e-6), 1e-6)
         for name, value in expected["weights"].items():
-            left, right = torch.tensor(found["weights"][name]), torch.tensor(value)
-            torch.testing.assert_close(left, right, **close, msg=lambda m: f"{what}, {name}: {m}")
+            check_close(f"{what}, {name}", found["weights"][name], value, **close)
         for other in results[1:]:
             assert other[index]["norms"] == found["norms"], what
 
@@ -186,6 +199,18 @@ def test_every_engine_trains_as_one_process_does(world_size: int) -> None:
     compare(cases_of([name for name in ENGINES if name != "hybrid" or world_size == 4]), world_size)
 
 
+def split_cases(names: list[str]) -> list[dict[str, Any]]:
+    plugins, common = CLIP, {"model": "llama", "parts": 2, "microbatch": 3}
+    return [{**common, "plugins": plugins, "engine": name, "parallelism": SPLIT[name]} for name in names]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_split_model_trains_as_one_process_does() -> None:
+    compare(split_cases(["tp"]), 2)
+    compare(split_cases(["fsdp_tp", "no_shard_tp"]), 4)
+
+
 def compare_batch_norm(world_size: int, engines: list[str]) -> None:
     # Each rank normalises by its own batch, as torch does. One process that takes the batch in as many microbatches does
     # the same, up to the running statistics, of which rank 0's are kept.
@@ -194,8 +219,12 @@ def compare_batch_norm(world_size: int, engines: list[str]) -> None:
     expected = train({"model": "resnet", "microbatch": GLOBAL_BATCH // world_size})
     for found in results[0]:
         # the short last batch is shared more evenly among ranks than among microbatches
-        torch.testing.assert_close(torch.tensor(found["losses"][:4]), torch.tensor(expected["losses"][:4]), rtol=1e-6, atol=0)
-        torch.testing.assert_close(torch.tensor(found["norms"][:4]), torch.tensor(expected["norms"][:4]), rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(found["losses"][:4]), torch.tensor(expected["losses"][:4]), rtol=1e-6, atol=0
+        )
+        torch.testing.assert_close(
+            torch.tensor(found["norms"][:4]), torch.tensor(expected["norms"][:4]), rtol=1e-9, atol=0
+        )
 
 
 @pytest.mark.ranks

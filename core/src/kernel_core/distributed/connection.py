@@ -1,4 +1,4 @@
-"""Joining the other processes of a run, and leaving them in an order that cannot hang or crash.
+"""Joining the other processes of a run, and leaving them, when the process ends, in an order that cannot crash.
 
 Which process this is follows from the environment that torchrun and every launcher set: ``RANK``, ``WORLD_SIZE``,
 ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``. Without them a run is alone.
@@ -10,13 +10,14 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from kernel_core.errors import ParallelismError, TrainerError
 from kernel_core.train.place import Place
@@ -30,11 +31,9 @@ class _Process:
     """What trainers of one process share."""
 
     store: Any = None
-    group_store: Any = None
-    users: int = 0
-    joined: int = 0  # how often a group was made: each needs keys of its own in the store
-    asked: int = 0
+    connections: int = 0  # how many were made: each has keys of its own in the store
     owner: bool = False
+    meshes: dict[Any, DeviceMesh] = field(default_factory=dict)
 
 
 _process = _Process()
@@ -51,14 +50,11 @@ class Connection:
     def __init__(self, place: Place, store: Any) -> None:
         self.place = place
         self.store = store
-        self._open = True
+        self._asked = 0
 
     def agree(self, key: str, value: str) -> str:
         """Return rank 0's ``value``; every rank must call it, with the same keys in the same order."""
-        if self.place.world_size == 1:
-            return value
-        _process.asked += 1
-        key = f"agree/{_process.asked}/{key}"
+        key = self._next("agree", key)
         if self.place.rank == 0:
             self.store.set(key, value)
             return value
@@ -66,23 +62,20 @@ class Connection:
 
     def gather(self, key: str, value: str) -> list[str]:
         """Return every rank's ``value`` in the order of ranks; every rank must call it."""
-        _process.asked += 1
-        key = f"gather/{_process.asked}/{key}"
+        key = self._next("gather", key)
         self.store.set(f"{key}/{self.place.rank}", value)
         return [self.store.get(f"{key}/{rank}").decode() for rank in range(self.place.world_size)]
 
-    def close(self) -> None:
-        """Leave. The last one to leave destroys the group, after tensors that the communication threads hold are freed."""
-        if not self._open:
-            return
-        self._open = False
-        _process.users -= 1
-        if _process.users == 0 and _process.owner:
-            _leave()
+    def _next(self, kind: str, key: str) -> str:
+        self._asked += 1
+        return f"{kind}/{self._asked}/{key}"
 
 
 def connect(place: Place, device: torch.device, timeout_s: float) -> Connection:
     """Join the other processes; a second trainer of a process uses the group that is there.
+
+    The group stays until the process ends: torch keeps what it worked out about a mesh, with the group in it, for every later
+    mesh of the same shape.
 
     Args:
         place: This process.
@@ -98,32 +91,38 @@ def connect(place: Place, device: torch.device, timeout_s: float) -> Connection:
                 f"parallelism: a process group of rank {dist.get_rank()} of {dist.get_world_size()} exists already, and the "
                 f"environment says rank {place.rank} of {place.world_size}. Leave making it to the trainer."
             )
-        _process.users += 1
-        store = _process.group_store or _stores.PrefixStore("kernel", dist.distributed_c10d._get_default_store())
-        _process.group_store = store
-        return Connection(place, store)
+        _process.store = _process.store or dist.distributed_c10d._get_default_store()
+        return Connection(place, _next_store())
     if _process.store is None:
         _process.store = _open_store(place, timeout_s)
         atexit.register(_leave)
-    _process.joined += 1
-    prefix = f"kernel/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_process.joined}"
-    store = _stores.PrefixStore(prefix, _process.store)
+    store = _next_store()
     _wait_for_all(place, store, timeout_s)
+    _make_group(place, device, store, timeout_s + COLLECTIVE_MARGIN_S)
+    return Connection(place, store)
+
+
+def _next_store() -> Any:
+    """Return a part of the store that no other trainer of this process, and no start before, has written to."""
+    _process.connections += 1
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return _stores.PrefixStore(f"kernel/{restart}/{_process.connections}", _process.store)
+
+
+def _make_group(place: Place, device: torch.device, store: Any, timeout_s: float) -> None:
     excepthook = sys.excepthook
-    collective_timeout = timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S)
     dist.init_process_group(
         _backend(device),
         store=_stores.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=collective_timeout,
+        timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    if _process.joined > 1:
+    if _process.owner:
         sys.excepthook = excepthook  # torch puts the rank before each line, once more each time
-    _process.group_store, _process.owner = store, True
-    _process.users += 1
-    return Connection(place, store)
+    _process.owner = True
+    _process.meshes.clear()
 
 
 def _backend(device: torch.device) -> str:
@@ -196,10 +195,9 @@ def _wait_for_all(place: Place, store: Any, timeout_s: float) -> None:
 
 
 def _leave() -> None:
-    """Destroy the group if it is ours and still there."""
+    """Destroy the group if it is ours and still there; at the end of the process."""
     if not _process.owner or not dist.is_initialized():
         return
-    _process.owner, _process.users, _process.group_store = False, 0, None
     # gloo's threads may hold the last reference to a tensor; freed while Python shuts down it aborts the process
     gc.collect()
     dist.destroy_process_group()
@@ -221,6 +219,15 @@ def place_device(place: Place, device: torch.device) -> torch.device:
         )
     torch.accelerator.set_device_index(place.local_rank)
     return torch.device(device.type, place.local_rank)
+
+
+def make_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
+    """Return the mesh of ``axes``, the same one to every trainer of the process; a collective."""
+    key = (device_type, tuple(axes.items()))
+    if key not in _process.meshes:
+        shape, names = tuple(axes.values()), tuple(axes)
+        _process.meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _process.meshes[key]
 
 
 def broadcast_from_first(tensors: Sequence[torch.Tensor]) -> None:

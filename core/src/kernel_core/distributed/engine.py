@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kernel_core.distributed.connection import Connection, broadcast_from_first, connect, place_device
-from kernel_core.distributed.mesh import make_mesh, resolve_axes
+from kernel_core.distributed.connection import Connection, broadcast_from_first, connect, make_mesh, place_device
+from kernel_core.distributed.mesh import resolve_axes
 from kernel_core.distributed.norms import clip_by_norm, total_norm
 from kernel_core.distributed.sharding import copy_part, shard_like
 from kernel_core.engine import Engine, ModelTransform
@@ -64,7 +64,8 @@ class DistributedEngine(Engine):
         self.mesh = make_mesh(device.type, axes)
         if together > 1 and self.data_world_size > 1:
             data_mesh = self.data_mesh
-            self.data_group = (data_mesh if data_mesh.ndim == 1 else data_mesh._flatten("data")).get_group()
+            flat = data_mesh if data_mesh.ndim == 1 else data_mesh._flatten("data_parallel")
+            self.data_group = flat.get_group()
         return device
 
     def agree(self, key: str, value: str) -> str:
@@ -160,10 +161,8 @@ class DistributedEngine(Engine):
         return shard_like(value, parameter)
 
     def close(self) -> None:
-        """Leave the other processes."""
+        """Let go of the run. The process group stays for later trainers, and is left when the process ends."""
         self.mesh = self.state = None
-        if self.connection is not None:
-            self.connection.close()
 
 
 def _difference(what: str, given: Sequence[Mapping[str, Any]]) -> str:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from kernel_core.errors import ParallelismError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def resolve_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -38,10 +34,3 @@ def resolve_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
             "Start as many processes, or change the degrees."
         )
     return {axis: world_size // fixed if degree == -1 else degree for axis, degree in axes.items()}
-
-
-def make_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
-    """Return the mesh of ``axes``; a collective."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
