@@ -108,6 +108,9 @@ def apply_arguments(
     """
     for section, key, value in assignments(settings, "--set"):
         plugin, dot, option = key.partition(".")
+        if section == "parallelism" and dot:
+            config = _with_parallelism(config, plugin, option, value)
+            continue
         nested = {plugin: {option: value}} if section == "plugins" and dot else {key: value}
         config = merge(config, {section: nested})
     config = merge(config, {"train": {key: value for key, value in train.items() if value is not None}})
@@ -122,7 +125,11 @@ def apply_arguments(
         known[_label(name)] = name
     config = with_file_logger(config)
     known |= {_label(key): key for key in config["plugins"]}
+    engines = {normalize(name): name for name in config.get("parallelism", {})}
     for plugin, option, value in assignments(options, "-o"):
+        if normalize(plugin) in engines:
+            config = _with_parallelism(config, engines[normalize(plugin)], option, value)
+            continue
         if normalize(plugin) not in known:
             raise ConfigError(
                 f"-o {plugin}.{option}: {plugin!r} is not among the plugins of this run."
@@ -131,6 +138,20 @@ def apply_arguments(
             )
         config = merge(config, {"plugins": {known[normalize(plugin)]: {option: value}}})
     return config
+
+
+def with_parallelism(config: Config, names: str | None) -> Config:
+    """Put ``--parallelism A,B`` in place of what ``config`` says; options of those that it names too are kept."""
+    if names is None:
+        return config
+    known = config.get("parallelism", {})
+    named = [name.strip() for name in names.split(",") if name.strip()]
+    return merge(config, {"parallelism": {name: known.get(name) or {} for name in named}})
+
+
+def _with_parallelism(config: Config, name: str, option: str, value: Any) -> Config:
+    known = config.get("parallelism", {})
+    return merge(config, {"parallelism": {**known, name: {**(known.get(name) or {}), option: value}}})
 
 
 def with_model(config: Config, model: str | None) -> Config:

@@ -46,6 +46,7 @@ def cli() -> None:
 @click.option("--run-name", metavar="NAME", help="The name of the run and its folder.")
 @click.option("--precision", metavar="NAME", help="fp32, amp_bf16, amp_fp16 or amp_fp8.")
 @click.option("--model", metavar="NAME[:WHAT]", help="An installed model instead of the recipe's: huggingface:PATH.")
+@click.option("--parallelism", metavar="A,B", help="The engine, and transforms beside it: ddp; fsdp,tensor_parallel.")
 @click.option("--timeline", is_flag=True, help="Measure where the time goes, and print it at the end.")
 @click.option("--dry-run", is_flag=True, help="Print plan and surgery report and train nothing.")
 @click.option("--strict", is_flag=True, help="Make warnings about plan and surgery errors.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ import yaml
 from kernel_core.errors import ConfigError, KernelError, OrderError
 from kernel_core.recipe import Config, build_trainer, merge
 
-from kernel_cli.config import Source, apply_arguments, load_source, with_model
+from kernel_cli.config import Source, apply_arguments, load_source, with_model, with_parallelism
 from kernel_cli.output import columns, kernel_log
 
 
@@ -30,6 +31,7 @@ def train(
     run_name: str | None,
     precision: str | None,
     model: str | None,
+    parallelism: str | None,
     timeline: bool,
     dry_run: bool,
     strict: bool,
@@ -46,9 +48,8 @@ def train(
     }
     origin = load_source(source)
     plugins = ",".join(filter(None, [plugins, "timeline" if timeline else ""]))
-    config = with_model(origin.config, model)
-    config = _complete(apply_arguments(config, plugins, options, settings, given))
-    name = config["train"].get("run_name") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    config = with_parallelism(with_model(origin.config, model), parallelism)
+    config, name = _complete(apply_arguments(config, plugins, options, settings, given))
     folder = Path(config["logging"]["folder"]) / name
     if (folder / "plan.json").exists() and not dry_run:
         raise ConfigError(f"run_name: {folder} holds a run already. Choose another name, or remove the folder.")
@@ -62,7 +63,8 @@ def train(
         if config["train"].get("strict") and trainer.surgery_report.remarks:
             raise OrderError(f"--strict: {trainer.surgery_report.remarks[0]}")
         if not dry_run:
-            _write_run(folder, origin, config, trainer)
+            if trainer.state.rank == 0:
+                _write_run(folder, origin, config, trainer)
             try:
                 with kernel_log():
                     trainer.fit()
@@ -73,6 +75,8 @@ def train(
     if not dry_run:
         _print_metrics(metrics)
         _say(f"\n{folder}/ holds config.yaml, plan.json and metrics.jsonl.")
+    if trainer.state.rank:
+        return None  # one document is enough
     return {
         "run_name": trainer.state.run_name,
         "run_dir": None if dry_run else str(folder),
@@ -84,10 +88,20 @@ def train(
     }
 
 
-def _complete(config: Config) -> Config:
-    """Fill in what every run of the command has: a seed."""
+def _complete(config: Config) -> tuple[Config, str]:
+    """Fill in what every run of the command has, the same on all ranks: a seed and a name."""
+    from kernel_core.train.place import Place
+
     seed = config.get("train", {}).get("seed")
-    return merge(config, {"train": {"seed": secrets.randbelow(2**31) if seed is None else seed}})
+    name = config.get("train", {}).get("run_name")
+    place = Place.of_environment()
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    if place.world_size > 1:  # data and model are made before the trainer joins the ranks
+        from kernel_core.distributed.connection import agree_early
+
+        seed, name = json.loads(agree_early(place, "run", json.dumps([seed, name])))
+    return merge(config, {"train": {"seed": seed}}), name
 
 
 def _write_run(folder: Path, origin: Source, config: Config, trainer: Any) -> None:
@@ -110,7 +124,8 @@ def _metrics(trainer: Any) -> dict[str, Any]:
 
 
 def _say(text: str) -> None:
-    click.echo(text, err=True)
+    if os.environ.get("RANK", "0") == "0":  # of several ranks one speaks
+        click.echo(text, err=True)
 
 
 def _print_surgery(trainer: Any) -> None:

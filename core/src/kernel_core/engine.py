@@ -134,6 +134,9 @@ class Engine(ABC):
         """Return ``batch -> outputs`` for training: ``model``, or something around it that has to see each pass."""
         return model
 
+    def finish_passes(self) -> None:  # noqa: B027
+        """Give back what passes without a backward pass have left in place. Called after an evaluation or prediction."""
+
     def set_gradient_sync(self, enabled: bool) -> None:  # noqa: B027
         """Turn gradient synchronisation on or off; on for the last microbatch of a batch only."""
 

@@ -199,7 +199,7 @@ def build_trainer(config: Mapping[str, Any], functions: Mapping[str, Callable[..
         optimizers=lambda parameters: optimizer(parameters, **options),
         schedulers=scheduler,
         plugins=plugin_requests(config.get("plugins", {})),
-        parallelism=config.get("parallelism") or "single",
+        parallelism=config.get("parallelism") or None,
         **{**train, **overrides},
     )
 

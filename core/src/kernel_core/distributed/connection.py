@@ -95,11 +95,26 @@ def connect(place: Place, device: torch.device, timeout_s: float) -> Connection:
         return Connection(place, _next_store())
     if _process.store is None:
         _process.store = _open_store(place, timeout_s)
-        atexit.register(_leave)
     store = _next_store()
     _wait_for_all(place, store, timeout_s)
     _make_group(place, device, store, timeout_s + COLLECTIVE_MARGIN_S)
     return Connection(place, store)
+
+
+def agree_early(place: Place, key: str, value: str, timeout_s: float = 300.0) -> str:
+    """Return rank 0's ``value`` before there is a trainer; each key once in a process.
+
+    Raises:
+        ParallelismError: rank 0 cannot be reached.
+    """
+    if _process.store is None:
+        _process.store = _open_store(place, timeout_s)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = _stores.PrefixStore(f"kernel/{restart}/early", _process.store)
+    if place.rank == 0:
+        store.set(key, value)
+        return value
+    return str(store.get(key).decode())
 
 
 def _next_store() -> Any:
@@ -121,6 +136,8 @@ def _make_group(place: Place, device: torch.device, store: Any, timeout_s: float
     )
     if _process.owner:
         sys.excepthook = excepthook  # torch puts the rank before each line, once more each time
+    else:
+        atexit.register(_leave)
     _process.owner = True
     _process.meshes.clear()
 

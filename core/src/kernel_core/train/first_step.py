@@ -51,5 +51,6 @@ def look_at_first_step(state: State, logger: Logger) -> None:
     lines = [
         f"  {what:<16}{dtype:<10}{tensors:>6} tensors{entries:>14,} entries" for what, dtype, tensors, entries in rows
     ]
-    log.info("\n".join(["dtypes after the first batch", *lines]))
+    if state.rank == 0:
+        log.info("\n".join(["dtypes after the first batch", *lines]))
     logger.log_hyperparameters({"dtypes": {f"{what} {dtype}": entries for what, dtype, _, entries in rows}})

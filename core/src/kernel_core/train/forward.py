@@ -129,8 +129,9 @@ def run_pass(state: State, hooks: SimpleNamespace, job: Pass, ranks: Ranks | Non
             for call in batch_end:
                 call()
         if state.interrupted is not None:
-            return False
-    return True
+            break
+    state.engine.finish_passes()
+    return state.interrupted is None
 
 
 def _make_run_batch(state: State, hooks: SimpleNamespace, job: Pass, ranks: Ranks | None) -> Callable[[], None]:

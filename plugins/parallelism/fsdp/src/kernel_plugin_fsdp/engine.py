@@ -239,6 +239,12 @@ class FSDPEngine(DistributedEngine):
             self._root.set_requires_gradient_sync(enabled)
             self._synchronizes = enabled
 
+    def finish_passes(self) -> None:
+        """Free the parameters that wait for a backward pass, so that the model's are the optimizers' again."""
+        for module in [] if self._root is None else self._root.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def close(self) -> None:
         """Leave the other processes. The model cannot compute any more."""
         self._root = None
