@@ -113,6 +113,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         plugins=plugins,
         parallelism=case.get("parallelism") if world_size > 1 else None,
         device_train_microbatch_size=case.get("microbatch"),
+        compile_config=case.get("compile"),
         progress_bar=False,
         seed=5,
         device="cpu",
@@ -202,6 +203,13 @@ def test_every_engine_trains_as_one_process_does(world_size: int) -> None:
 def split_cases(names: list[str]) -> list[dict[str, Any]]:
     plugins, common = CLIP, {"model": "llama", "parts": 2, "microbatch": 3}
     return [{**common, "plugins": plugins, "engine": name, "parallelism": SPLIT[name]} for name in names]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_compiled_model_trains_as_one_process_does() -> None:
+    cases = cases_of(["ddp", "full", "offload"])[:6]
+    compare([{**case, "compile": {"backend": "aot_eager"}} for case in cases], 2)
 
 
 @pytest.mark.ranks

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_core import DataSpec, Evaluator, TrainableModel, Trainer
+from kernel_core import Callback, DataSpec, Evaluator, TrainableModel, Trainer, hookimpl
 from kernel_core.testing.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -47,7 +47,7 @@ class Net(TrainableModel):
         if isinstance(metric, CatMetric | MeanMetric):
             metric.update(batch[0].double())
         else:
-            metric.update(outputs, batch[2])
+            metric.update(outputs.softmax(1), batch[2])  # scores as such would be scaled batch by batch
 
 
 def dataset(num_samples: int) -> TensorDataset:
@@ -103,35 +103,49 @@ def evaluate_all(engine: str | None, cases: list[dict[str, Any]]) -> list[dict[s
                 subset = 1000
             evaluator = Evaluator("eval", loader, None, subset, None, case.get("microbatch"))
             values = plain(trainer.eval(evaluator))
-            results.append({**values, "samples": trainer.state.eval_timestamp.sample})
+            results.append({**values, "samples": trainer.state.eval_progress.sample})
     return results
 
 
-def train_metrics(engine: str | None) -> list[list[float]]:
-    """Return the ids and the accuracy that each of two epochs measured."""
-    found: list[list[float]] = []
-    model, world_size = Net(), int(os.environ["WORLD_SIZE"]) if engine else 1
+class TrainMetrics(Callback):
+    """Writes down what the metrics of each epoch of training came to."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    @hookimpl
+    def epoch_end(self, state: Any) -> None:
+        self.found.append(plain({f"train/{name}": value for name, value in state.train_metric_values.items()}))
+
+
+def train_metrics(engine: str | None) -> list[dict[str, Any]]:
+    model, world_size, metrics = Net(), int(os.environ["WORLD_SIZE"]) if engine else 1, TrainMetrics()
     with Trainer(
         model=model,
-        train_dataloader=DataLoader(dataset(11), 4 // world_size, shuffle=True),
+        train_dataloader=DataLoader(dataset(9), 4 // world_size, shuffle=True),  # the last batch has one sample
         max_duration=2,
         optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
+        callbacks=metrics,
         parallelism=ENGINES[engine] if engine else None,
         seed=0,
         device="cpu",
         progress_bar=False,
     ) as trainer:
-        for _ in trainer.steps():
-            if trainer.state.progress.batch_in_epoch == 0:
-                found.append(trainer.state.train_metric_values)
-        found.append(trainer.state.train_metric_values)
-        values = plain({f"train/{name}": value for name, value in trainer.state.train_metric_values.items()})
-    return [values["ids"], [values["accuracy"]]]
+        trainer.fit()
+    return metrics.found
+
+
+def nothing_on_a_rank(engine: str) -> Any:
+    """Evaluate what comes without a length, and on rank 0 without a batch."""
+    rank, sizes = int(os.environ["RANK"]), [[], [3, 2], [], [1]][: int(os.environ["WORLD_SIZE"])]
+    with Trainer(model=Net(), parallelism=ENGINES[engine], seed=0, device="cpu", progress_bar=False) as trainer:
+        return plain(trainer.eval(Stream(sizes, rank), subset_num_batches=9))["ids"]
 
 
 def on_ranks(cases: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {engine: evaluate_all(engine, cases) for engine in ENGINES}
-    return {**found, **{f"train {engine}": train_metrics(engine) for engine in ENGINES}}
+    found |= {f"train {engine}": train_metrics(engine) for engine in ENGINES}
+    return {**found, "nothing": nothing_on_a_rank("ddp")}
 
 
 def grid(world_size: int, sizes: range, batch_sizes: range) -> list[dict[str, Any]]:
@@ -144,8 +158,7 @@ def grid(world_size: int, sizes: range, batch_sizes: range) -> list[dict[str, An
     # the first batches only: of 13 samples two global batches
     cases += [{"samples": 13, "batch_size": 2, "world_size": world_size, "subset": 2}]
     uneven = [[2, 1, 3], [4], [1, 1], [2]][:world_size]
-    empty = [[], [3, 2], [], [1]][:world_size]
-    cases += [{"sizes": uneven}, {"sizes": uneven, "length": True}, {"sizes": empty}, {"sizes": empty, "length": True}]
+    cases += [{"sizes": uneven}, {"sizes": uneven, "length": True}]
     # microbatches in other numbers on each rank, and a rank that has none left
     cases += [{"sizes": [[5, 2], [1], [3], [2, 7]][:world_size], "length": True, "microbatch": 2}]
     return cases
@@ -169,6 +182,7 @@ def check(world_size: int, cases: list[dict[str, Any]]) -> None:
                     torch.tensor(ours["area"]), torch.tensor(theirs["area"]), rtol=1e-6, atol=0, equal_nan=True, msg=what
                 )
             assert found[f"train {engine}"] == train_metrics(None), f"{engine}: training metrics"
+        assert found["nothing"] == list(range(5 if world_size == 2 else 6))
 
 
 @pytest.mark.ranks

@@ -169,12 +169,17 @@ def _evaluate_one(
 def share_metrics(state: State, metrics: Mapping[str, Any]) -> None:
     """Put ``metrics`` on the device, and let each put together what the ranks that read different data have seen.
 
-    torchmetrics does so over all ranks by itself; ranks that hold parts of one model would count twice.
+    torchmetrics does so over all ranks by itself; ranks that hold parts of one model would count twice, and a rank without
+    a sample would break it.
     """
     engine = state.engine
     for metric in metrics.values():
         if hasattr(metric, "to"):
             metric.to(state.device)
+        if engine.world_size > 1 and getattr(metric, "dist_sync_fn", metric) is None:
+            from kernel_core.distributed.gathering import gather_ragged  # a run of one process has no need of it
+
+            metric.dist_sync_fn = gather_ragged
         if engine.data_world_size == engine.world_size or not hasattr(metric, "sync_on_compute"):
             continue
         if engine.data_world_size == 1:

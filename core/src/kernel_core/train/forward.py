@@ -111,7 +111,7 @@ def run_pass(state: State, hooks: SimpleNamespace, job: Pass, ranks: Ranks | Non
     if ranks is not None:
         what = f"{job.prefix}_dataloader"
         rounds = ranks.agree_on_length(batches_within(data, job.limit), what, to_the_last=True)
-        batches = ranks.in_step(batches, data, rounds, what, to_the_last=True)
+        batches = ranks.in_step(batches, data, rounds, what, True, state.engine.needs_all_ranks)
     for batch in batches:
         started = time.perf_counter()
         absent = ranks is not None and ranks.absent
@@ -122,7 +122,8 @@ def run_pass(state: State, hooks: SimpleNamespace, job: Pass, ranks: Ranks | Non
         state.batch = batch if on_cpu else to_device(batch, state.device)
         for call in () if absent else batch_start:
             call()
-        run_batch()
+        if not absent or state.engine.needs_all_ranks:
+            run_batch()
         job.progress.finish_batch(num_samples, num_tokens, time.perf_counter() - started)
         if not absent:
             job.finish_batch()

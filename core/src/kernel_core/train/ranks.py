@@ -191,12 +191,19 @@ class Ranks:
         return end
 
     def in_step(
-        self, batches: Iterator[Any], data: DataSpec, rounds: int | None, what: str, to_the_last: bool = False
+        self,
+        batches: Iterator[Any],
+        data: DataSpec,
+        rounds: int | None,
+        what: str,
+        to_the_last: bool = False,
+        stands_in: bool = True,
     ) -> Iterator[Any]:
         """Yield as many batches as every other rank: up to the one in which the first has none left, or ``to_the_last``.
 
-        A rank that has none left gives its last one, or one made of a single sample, with ``absent`` set. Where ``rounds``
-        is known nothing is asked; else the ranks ask one another before each batch, which the host waits for.
+        A rank that has none left gives its last one, or one made of a single sample, with ``absent`` set; or None where it
+        need not compute along, so that nothing ``stands_in``. Where ``rounds`` is known nothing is asked; else the ranks ask
+        one another before each batch, which the host waits for.
 
         Raises:
             DataError: this rank has none left, others have, and there is nothing it could take part with.
@@ -208,7 +215,7 @@ class Ranks:
             ended = 0.0 if rounds is not None else self.sum(float(self.absent))[0]
             if ended == self._engine.world_size:
                 break
-            if batch is None:
+            if batch is None and stands_in:
                 batch = self._stand_in(last, data, what)
             last = batch
             yield batch
