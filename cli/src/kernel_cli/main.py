@@ -12,6 +12,7 @@ from typing import Any
 import click
 from kernel_core.errors import KernelError
 
+from kernel_cli.launch import is_rank, job_options, split
 from kernel_cli.output import Document, document
 
 PLUGINS_HELP = "Plugins to use, by name, comma separated. 'id=name' uses one a second time."
@@ -50,14 +51,46 @@ def cli() -> None:
 @click.option("--timeline", is_flag=True, help="Measure where the time goes, and print it at the end.")
 @click.option("--dry-run", is_flag=True, help="Print plan and surgery report and train nothing.")
 @click.option("--strict", is_flag=True, help="Make warnings about plan and surgery errors.")
+@job_options
 def train(**arguments: Any) -> None:
     """Train a recipe, or what a configuration file says.
 
-    Without an argument the recipe 'numbers' is trained: it reads handwritten numbers.
+    Without an argument the recipe 'numbers' is trained: it reads handwritten numbers. With -n the same command runs on
+    several processes.
     """
+    job, arguments = split(arguments)
+    if not is_rank() and (job["nproc"] is not None or job["nnodes"] != "1"):
+        _launch(("kernel_cli.main", *sys.argv[1:]), "module", **job)
     from kernel_cli.train import train as run
 
     _run(run, **arguments)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@job_options
+@click.option("-m", "--module-mode", "--module_mode", "module", is_flag=True, help="Start a module, as python -m does.")
+@click.option("-c", "--command-mode", "--command_mode", "program", is_flag=True, help="Start a program, not Python.")
+@click.option("-v", "--verbose", is_flag=True, help="Show what the launcher does.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+def launch(command: tuple[str, ...], module: bool, program: bool, **options: Any) -> None:
+    """Start a script on several processes, on one machine or many.
+
+    The first rank of a machine has its terminal; the others write to files.
+    """
+    if module and program:
+        raise click.UsageError("-m starts a module and -c a program. Give one of them.")
+    _launch(command, "module" if module else "command" if program else "script", **options)
+
+
+def _launch(command: tuple[str, ...], mode: str, **options: Any) -> None:
+    """Start a job and exit as it does."""
+    from kernel_cli.launch import launch as run
+
+    try:
+        code = run(command, mode, **options)
+    except BaseException as error:
+        code = _report(Document(), error)
+    sys.exit(code)
 
 
 @cli.command()

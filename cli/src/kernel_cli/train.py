@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 import yaml
-from kernel_core.errors import ConfigError, KernelError, OrderError
+from kernel_core.errors import ConfigError, KernelError, OrderError, StartAgain
 from kernel_core.recipe import Config, build_trainer, merge
 
 from kernel_cli.config import Source, apply_arguments, load_source, with_model, with_parallelism
@@ -68,6 +68,8 @@ def train(
             try:
                 with kernel_log():
                     trainer.fit()
+            except StartAgain:
+                raise  # its exit code tells the launcher what to do
             except KernelError as error:
                 error.exit_code = 1  # training had begun: the run failed, it was not refused
                 raise

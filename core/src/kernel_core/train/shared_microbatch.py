@@ -140,4 +140,7 @@ def write_size(size: int) -> None:
 def first_size() -> int | None:
     """Return the size that the start before found to be worth trying, None if this is the first."""
     text = os.environ.get(SIZE, "")
+    if not text and (folder := os.environ.get(REPORT_DIR)):
+        path = Path(folder) / "microbatch_size"
+        text = path.read_text() if path.exists() else ""
     return int(text) if text.isdigit() and int(text) > 0 else None
