@@ -98,6 +98,14 @@ class Engine(ABC):
     def all_reduce(self, tensor: Tensor) -> None:  # noqa: B027
         """Add up ``tensor`` over all ranks, in place, without waiting for the device."""
 
+    def watch(self, state: State, busy: Callable[[], bool]) -> None:  # noqa: B027
+        """Begin to notice when ranks stand still, or when another one fails; ``close`` ends it.
+
+        Args:
+            state: The run.
+            busy: Whether the trainer is at work.
+        """
+
     def abort(self, error: BaseException) -> None:  # noqa: B027
         """Tell the other ranks that this one ends because of ``error``; no collective, never raises."""
 

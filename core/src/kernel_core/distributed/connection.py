@@ -58,13 +58,34 @@ class Connection:
         if self.place.rank == 0:
             self.store.set(key, value)
             return value
-        return str(self.store.get(key).decode())
+        return self._read(key, 0)
 
     def gather(self, key: str, value: str) -> list[str]:
         """Return every rank's ``value`` in the order of ranks; every rank must call it."""
         key = self._next("gather", key)
+        ranks = range(self.place.world_size)
         self.store.set(f"{key}/{self.place.rank}", value)
-        return [self.store.get(f"{key}/{rank}").decode() for rank in range(self.place.world_size)]
+        found = [self._read(f"{key}/{rank}", rank) for rank in ranks]
+        self.store.set(f"{key}/read/{self.place.rank}", "")
+        if self.place.rank == 0:  # the store may be in this process: it must not end before all have read
+            for rank in ranks:
+                self._read(f"{key}/read/{rank}", rank)
+        return found
+
+    def _read(self, key: str, rank: int) -> str:
+        """Return what ``rank`` has set.
+
+        Raises:
+            ParallelismError: it does not come.
+        """
+        try:
+            return str(self.store.get(key).decode())
+        except RuntimeError as error:  # torch's network errors are RuntimeErrors
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ParallelismError(
+                f"parallelism: rank {self.place.rank} waits for rank {rank}, which does not answer: it has ended, or does "
+                f"something else. Look at its own output, and start all ranks with the same script. ({first})"
+            ) from error
 
     def _next(self, kind: str, key: str) -> str:
         self._asked += 1

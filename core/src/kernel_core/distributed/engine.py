@@ -17,6 +17,7 @@ from kernel_core.distributed.connection import Connection, broadcast_from_first,
 from kernel_core.distributed.mesh import resolve_axes
 from kernel_core.distributed.norms import clip_by_norm, total_norm
 from kernel_core.distributed.sharding import copy_part, shard_like
+from kernel_core.distributed.watchdog import Watchdog, tell
 from kernel_core.engine import Engine, ModelTransform
 from kernel_core.errors import ParallelismError
 from kernel_core.train.composer_keywords import KEYWORDS
@@ -40,6 +41,8 @@ class DistributedEngine(Engine):
         self.connection: Connection | None = None
         self.mesh: DeviceMesh | None = None
         self.state: State | None = None
+        self._watchdog: Watchdog | None = None
+        self._timeout_s = 0.0
 
     def check(self, state: State) -> None:
         """Remember the run: what it computes in is known only when the model is prepared."""
@@ -53,6 +56,7 @@ class DistributedEngine(Engine):
         self, place: Place, device: torch.device, transforms: Sequence[ModelTransform], timeout_s: float
     ) -> torch.device:
         """Join the other processes and lay them out on a mesh: data axes first, then those of ``transforms``."""
+        self._timeout_s = timeout_s
         self.rank, self.world_size, self.local_rank = place.rank, place.world_size, place.local_rank
         split = {transform.axis: transform.degree for transform in transforms if transform.axis is not None}
         axes = resolve_axes({**self.data_axes(), **split} or {"data_parallel": 1}, self.world_size)
@@ -86,6 +90,17 @@ class DistributedEngine(Engine):
     def all_reduce(self, tensor: Tensor) -> None:
         """Add up ``tensor`` over all ranks."""
         dist.all_reduce(tensor)
+
+    def watch(self, state: State, busy: Callable[[], bool]) -> None:
+        """Start the watchdog, where there are others to wait for."""
+        if self.world_size > 1 and self.connection is not None:
+            self._watchdog = Watchdog(state, busy, self.connection.store.clone(), self._timeout_s)
+            self._watchdog.start()
+
+    def abort(self, error: BaseException) -> None:
+        """Leave word in the store, where the watchdogs of the other ranks look."""
+        if self.world_size > 1 and self.connection is not None:
+            tell(self.connection.store, self.rank, error)
 
     def axis_mesh(self, axis: str | None) -> DeviceMesh | None:
         """Return the mesh of one axis."""
@@ -163,6 +178,8 @@ class DistributedEngine(Engine):
     def close(self) -> None:
         """Let go of the run. The process group stays for later trainers, and is left when the process ends."""
         self.mesh = self.state = None
+        if self._watchdog is not None:
+            self._watchdog.end()
 
 
 def _difference(what: str, given: Sequence[Mapping[str, Any]]) -> str:

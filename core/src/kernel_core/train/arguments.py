@@ -26,6 +26,7 @@ from kernel_core.registry.plan import ActivePlugin, PluginRequest, resolve
 from kernel_core.timing import Time, TimeUnit
 from kernel_core.train.composer_keywords import KEYWORDS
 from kernel_core.train.forward import check_size
+from kernel_core.train.shared_microbatch import first_size
 from kernel_core.train.state import State
 
 log = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ def set_microbatches(state: State, size: Any, grad_accum: Any) -> None:
         )
     state.auto_microbatching = "auto" in (size, grad_accum)
     if state.auto_microbatching:
-        size = grad_accum = None
+        size, grad_accum = first_size(), None
     check_size("device_train_microbatch_size", size)
     check_size("grad_accum", grad_accum)
     state.device_train_microbatch_size, state.grad_accum = size, grad_accum

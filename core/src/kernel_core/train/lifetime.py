@@ -34,7 +34,13 @@ class Lifetime:
         self.closed = False
         self._fitting = False  # whether a fit has ever begun, which plugins are told of when something fails
         self._working = False
+        self._closing = False
         self._suspended = False  # whether a fit waits for its next step to be asked for
+
+    @property
+    def busy(self) -> bool:
+        """Whether the trainer is at work: in a fit, but not while it waits to be asked for a step, or closing."""
+        return (self._working and not self._suspended) or self._closing
 
     def refuse_closed(self, what: str) -> None:
         """Refuse to work when closed.
@@ -112,14 +118,16 @@ class Lifetime:
         """Run every plugin's ``close``, then the engine's, whatever they raise; return that. May be called twice."""
         if self.closed:
             return []
-        self.closed = True
+        self.closed = self._closing = True
         state = self._state
         arguments = {"state": state, "logger": self._logger}
         calls = [call for call in state.plan.calls("close") if call.plugin in self.begun]
         errors = call_all([partial(invoke, call, arguments) for call in calls])
         for error in errors:
             annotate(error, state)
-        return errors + call_all([*self.at_close, state.engine.close])
+        errors += call_all([*self.at_close, state.engine.close])
+        self._closing = False
+        return errors
 
     def fail(self, error: BaseException) -> None:
         """Tell the plugins, close, and raise everything together if that fails too."""

@@ -206,21 +206,29 @@ class Ranks:
         one another before each batch, which the host waits for.
 
         Raises:
-            DataError: this rank has none left, others have, and there is nothing it could take part with.
+            DataError: a rank has got no batch at all, others have, and there is nothing it could take part with; on all ranks.
         """
         self.absent, last, done = False, None, 0
         while rounds is None or done < rounds:
             batch = next(batches, None)
             self.absent = batch is None
-            ended = 0.0 if rounds is not None else self.sum(float(self.absent))[0]
-            if ended == self._engine.world_size:
-                break
             if batch is None and stands_in:
-                batch = self._stand_in(last, data, what)
+                batch = self._stand_in(last, data)
+            ended = 0.0
+            if rounds is None or done == 0:  # later ones have a batch to stand in
+                ended, helpless = self.sum(float(self.absent), float(batch is None and stands_in))
+                if ended == self._engine.world_size:
+                    break
+                if helpless:
+                    raise DataError(
+                        f"{what}: {int(helpless)} of {self._engine.world_size} ranks got no batch at all, and others did. "
+                        "Expected at least one batch on each rank. Give fewer ranks, more data, or a DataLoader over a data set "
+                        "with indices, of which a sample can stand in."
+                    )
             last = batch
             yield batch
             done += 1
-            if ended and not to_the_last:
+            if ended and not to_the_last and rounds is None:
                 if self._engine.rank == 0:
                     log.warning(
                         "%s: %d of %d ranks had no batch left after %d; the epoch ends for all, and what is left on others "
@@ -233,16 +241,12 @@ class Ranks:
                 break
         self.absent = False
 
-    def _stand_in(self, last: Any, data: DataSpec, what: str) -> Any:
-        if last is not None:
-            return last
-        batch = a_sample_of(data.dataloader)
-        if batch is None:
-            raise DataError(
-                f"{what}: rank {self._engine.rank} got no batch at all, and other ranks did. Expected at least one batch on each "
-                "rank. Give fewer ranks, more data, or a DataLoader over a data set with indices, of which a sample can stand in."
-            )
-        return batch if data.batch_transforms is None else data.batch_transforms(batch)
+    def _stand_in(self, last: Any, data: DataSpec) -> Any:
+        """Return a batch to compute along with, None if there is none."""
+        batch = a_sample_of(data.dataloader) if last is None else None
+        if batch is None or data.batch_transforms is None:
+            return last if batch is None else batch
+        return data.batch_transforms(batch)
 
 
 def a_sample_of(loader: Any) -> Any:

@@ -295,7 +295,8 @@ class State:
 
         Args:
             plugin: Whose stream it is: pass ``self``.
-            scope: ``batch``: the same on every rank. ``rank``: differs by rank. ``microbatch``: by rank and microbatch.
+            scope: ``batch``: the same on every rank. ``rank``: differs between ranks that read different data.
+                ``microbatch``: between those and between microbatches.
                 ``sample``: by the sample's id alone, together with the epoch instead of the batch.
             sample: The id, for the scope ``sample``.
             key: Tells apart several streams of one plugin in one batch; without it two calls give equal streams.
@@ -311,7 +312,7 @@ class State:
         elif scope in SCOPES:
             parts.append(self.progress.batch)
             if scope != "batch":
-                parts.append(self.engine.rank)
+                parts.append(self.engine.data_rank)  # ranks that hold parts of one model draw for the same rows
             if scope == "microbatch":
                 parts.append(self.microbatch)
         else:

@@ -16,6 +16,7 @@ import torch
 
 from kernel_core.data.loader import resumable_loader
 from kernel_core.data.spec import DataSpec
+from kernel_core.engine import Engine
 from kernel_core.errors import TrainerError
 from kernel_core.logger import Logger
 from kernel_core.models import TrainableModel
@@ -64,6 +65,11 @@ from kernel_core.train.state import State
 from kernel_core.train.step import make_run_batch
 
 log = logging.getLogger(__name__)
+
+
+def _abort(engine: Engine, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    if error is not None:
+        engine.abort(error)
 
 
 class Trainer:
@@ -173,8 +179,10 @@ class Trainer:
         self.plan: Plan = build_plan(with_defaults(asked, keywords))
         where = Place.of_environment()
         engine, transforms = resolve_parallelism(parallelism, fsdp_config, parallelism_config, where)
+        self._starting = True
         with ExitStack() as undo:
             undo.callback(engine.close)
+            undo.push(partial(_abort, engine))
             place_on = engine.connect(where, device_of(model, device), transforms, check_timeout(dist_timeout))
             if engine.world_size > 1:
                 engine.check_same("plan", self.plan.contents())
@@ -200,6 +208,7 @@ class Trainer:
             self._instrument = make_instrument(self.plan.calls("instrument"))
             self._hooks = self.plan.bind(self._guard, state=self.state, logger=self.logger)
             self._lifetime = Lifetime(self.state, self.logger)
+            engine.watch(self.state, lambda: self._starting or self._lifetime.busy)
             self._strict = strict
             self._train_subset_num_batches = train_subset_num_batches
             self._step_schedulers_every_batch = step_schedulers_every_batch
@@ -225,6 +234,7 @@ class Trainer:
                 self._lifetime.fail(error)
                 raise
             undo.pop_all()
+        self._starting = False
 
     def _start(
         self,

@@ -14,20 +14,24 @@ if TYPE_CHECKING:
 TAIL = 40  # lines of a log
 
 
-def first_exit_code(error: ChildFailedError) -> int:
+def first_exit_code(error: ChildFailedError, reports: Path) -> int:
     """Return the exit code of the rank that failed first, 128 + n for one that ended by signal n."""
-    code = _first(error)[1].exitcode
+    code = _first(error, reports)[1].exitcode
     return 128 - code if code < 0 else code or 1
 
 
-def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """Return rank and failure of the one that failed first; one that was only told to end comes after all others."""
+def _first(error: ChildFailedError, reports: Path) -> tuple[int, ProcessFailure]:
+    """Return rank and failure of the one that failed first: the one that said so, else by time, those told to end last."""
+    word = reports / "failed-first"
+    rank = int(word.read_text()) if word.exists() else -1
+    if rank in error.failures:
+        return rank, error.failures[rank]
     return min(error.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
 
 
 def describe(error: ChildFailedError, folder: Path, reports: Path) -> str:
     """Return the report: hanging ranks if there are any, the other ranks in a line each, then the first one with its words."""
-    rank, failure = _first(error)
+    rank, failure = _first(error, reports)
     parts = [_hangs(reports)]
     others = [
         f"  rank {number}: {_ending(other)}" for number, other in sorted(error.failures.items()) if number != rank

@@ -71,11 +71,13 @@ class TorchrunLauncher(Launcher):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
 
+        for stale in ("failed-first", "interrupted", *(path.name for path in reports.glob("hang-*"))):
+            (reports / stale).unlink(missing_ok=True)
         config = configure(job, folder, self.join_timeout_s, self.shutdown_timeout_s, self.monitor_interval_s)
         try:
             elastic_launch(config, sys.executable)(*entry_point(job))
         except ChildFailedError as error:
-            code = first_exit_code(error)
+            code = first_exit_code(error, reports)
             if code != EXIT_START_AGAIN:
                 _say(describe(error, folder, reports))
             return code
