@@ -12,9 +12,9 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 
 
-def run(name: str, folder: Path) -> str:
+def run(name: str, folder: Path, *launcher: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(EXAMPLES / name)]
+    command = [sys.executable, *launcher, str(EXAMPLES / name)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -79,6 +79,15 @@ def test_torch_scheduler_falls_in_a_line_by_epoch(tmp_path: Path) -> None:
     rates = [float(rate) for rate in re.findall(r"epoch \d: learning rate ([\d.]+)", printed)]
     assert rates == pytest.approx([0.1 * (1 - 0.8 * min(epoch, 4) / 4) for epoch in range(6)])
     assert numbers(r"accuracy: ([\d.]+)", printed)[0] > 0.9
+
+
+@pytest.mark.ranks
+def test_bert_fsdp_learns_on_two_ranks_with_the_configuration_of_composers_users(tmp_path: Path) -> None:
+    printed = run("bert_fsdp.py", tmp_path, "-m", "kernel_cli.main", "launch", "-n", "2", "--log-dir", str(tmp_path))
+    shared, whole = numbers(r"(\d+) of (\d+) weights on rank 0", printed)
+    assert 0.45 < shared / whole < 0.55
+    (accuracy,) = numbers(r"accuracy: ([\d.]+)", printed)
+    assert accuracy > 0.5  # three classes
 
 
 def test_every_example_is_on_the_page_and_run_here() -> None:
