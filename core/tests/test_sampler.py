@@ -21,6 +21,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -434,3 +435,14 @@ def test_a_global_batch_that_cannot_be_met_is_refused_by_name() -> None:
         with pytest.raises(DataError, match=r"gives 4 samples to each of 2 ranks, .* had 12 in all, .* batch_size=6"):
             resumable_loader(fixed, 7, 0, 2, global_batch_size=12)
         assert resumable_loader(fixed, 7, 0, 3, global_batch_size=12)[0] is fixed
+
+
+def test_a_distributed_sampler_is_left_in_training_and_replaced_where_each_sample_counts_once() -> None:
+    data = TensorDataset(torch.arange(5))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False)
+    loader = DataLoader(data, 2, sampler=sampler)
+    left, _ = resumable_loader(loader, 0, 1, 2)
+    assert left is loader
+    shares = [resumable_loader(loader, 0, rank, 2, once=True)[0] for rank in range(2)]
+    seen = [[int(x) for batch in share for x in batch[0]] for share in shares]
+    assert seen == [[0, 1, 4], [2, 3]]  # torch's would give sample 0 twice, to fill up

@@ -25,7 +25,13 @@ from kernel_core.errors import DataError
 
 
 def resumable_loader(
-    loader: Any, seed: int, rank: int = 0, world_size: int = 1, *, global_batch_size: int | None = None
+    loader: Any,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    global_batch_size: int | None = None,
+    once: bool = False,
 ) -> tuple[Any, str | None]:
     """Return a loader like ``loader`` whose order follows from (seed, epoch), and a line for the log or None.
 
@@ -40,6 +46,7 @@ def resumable_loader(
         world_size: The number of processes; each gets its slice of every global batch.
         global_batch_size: Samples in a batch over all ranks in the run that is resumed; each rank then gets its share of
             that instead of the loader's ``batch_size``.
+        once: Replace a DistributedSampler too, which gives some samples to two ranks where their number does not divide.
 
     Raises:
         DataError: ``global_batch_size`` cannot be met.
@@ -49,15 +56,21 @@ def resumable_loader(
     batch_size = _batch_size(loader, world_size, global_batch_size)
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.batch_sampler, ResumableBatchSampler):
         return loader, None
-    if obstacle := _obstacle(loader):
+    if obstacle := _obstacle(loader, once):
         return loader, _why_left(loader, obstacle, world_size)
     theirs: Any = loader.batch_sampler
-    order = ResumableSampler(theirs.sampler.data_source, shuffle=isinstance(theirs.sampler, RandomSampler), seed=seed)
+    order = _order_like(theirs.sampler, seed)
     batches = ResumableBatchSampler(order, batch_size, theirs.drop_last, rank=rank, world_size=world_size)
     rebuilt = copy.copy(loader)  # every other argument, also of later releases of torch
     # past the guard against assignment, which protects iterators that exist; a copy has none
     vars(rebuilt).update(sampler=order, batch_sampler=batches, batch_size=batch_size)
     return rebuilt, _what_was_done(loader, theirs.sampler, batches)
+
+
+def _order_like(theirs: Any, seed: int) -> ResumableSampler:
+    if isinstance(theirs, DistributedSampler):
+        return ResumableSampler(theirs.dataset, shuffle=theirs.shuffle, seed=seed)  # type: ignore[arg-type]
+    return ResumableSampler(theirs.data_source, shuffle=isinstance(theirs, RandomSampler), seed=seed)
 
 
 def begin_epoch(loader: Any, epoch: int, batch: int = 0) -> int:
@@ -104,7 +117,7 @@ def _batch_size(loader: DataLoader[Any], world_size: int, global_batch_size: int
     return wanted
 
 
-def _obstacle(loader: DataLoader[Any]) -> str | None:
+def _obstacle(loader: DataLoader[Any], once: bool = False) -> str | None:
     """Say what about ``loader`` keeps its sampler from being replaced, None if nothing does."""
     batch_sampler = loader.batch_sampler
     if type(loader) is not DataLoader:
@@ -116,7 +129,7 @@ def _obstacle(loader: DataLoader[Any]) -> str | None:
     sampler: Any = batch_sampler.sampler  # not loader.sampler, which nothing reads where a batch sampler was given
     if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
         return "its RandomSampler draws with replacement or another number than the data set has"
-    if type(sampler) not in (RandomSampler, SequentialSampler):
+    if type(sampler) not in (RandomSampler, SequentialSampler, *([DistributedSampler] if once else ())):
         return f"its sampler is a {type(sampler).__name__}"
     if loader._iterator is not None:
         return "its persistent workers run already"
@@ -140,8 +153,10 @@ def _why_left(loader: DataLoader[Any], obstacle: str, world_size: int) -> str | 
 
 
 def _what_was_done(loader: DataLoader[Any], theirs: Any, batches: ResumableBatchSampler) -> str:
-    if isinstance(theirs, RandomSampler):
-        own = ", and no longer from the sampler's own generator" if theirs.generator is not None else ""
+    if isinstance(theirs, RandomSampler) or getattr(theirs, "shuffle", False):
+        own = (
+            ", and no longer from the sampler's own generator" if getattr(theirs, "generator", None) is not None else ""
+        )
         order = f"the order follows from the run's seed and the epoch{own}"
     else:
         order = "the order stays"

@@ -277,27 +277,22 @@ class Trainer:
         state.evaluators = as_evaluators(eval_dataloader, subset_num_batches, state.train_label)
         for evaluator in state.evaluators:
             evaluator.metrics = evaluator.select(state.model.get_metrics(is_train=False))
-            evaluator.data = self._shared(evaluator.data)
+            if self._ranks is not None:
+                evaluator.data = self._shared(evaluator.data)
 
-    def _shared(self, data: DataSpec) -> DataSpec:
-        """Return ``data`` of which each rank reads its share, every sample once."""
-        if self._ranks is None:
-            return data
-        state, data = self.state, copy.copy(data)
-        engine = state.engine
-        data.dataloader, note = resumable_loader(data.dataloader, state.seed, engine.data_rank, engine.data_world_size)
-        if note and state.rank == 0:
+    def _shared(self, data: DataSpec, once: bool = True) -> DataSpec:
+        """Return a copy of ``data`` of which each rank reads its share; ``once``: every sample on one rank only."""
+        engine, data = self.state.engine, copy.copy(data)  # the user's own may serve another run
+        data.dataloader, note = resumable_loader(
+            data.dataloader, self.state.seed, engine.data_rank, engine.data_world_size, once=once
+        )
+        if note and engine.rank == 0:
             log.info("%s", note)
         return data
 
     def _set_train_data(self, train_dataloader: Any) -> None:
         state = self.state
-        self._data = data = copy.copy(DataSpec.of(train_dataloader))  # the user's own may serve another run
-        data.dataloader, note = resumable_loader(
-            data.dataloader, state.seed, state.engine.data_rank, state.engine.data_world_size
-        )
-        if note and state.rank == 0:
-            log.info("%s", note)
+        self._data = data = self._shared(DataSpec.of(train_dataloader), once=False)
         state.dataloader, state.dataloader_label = data.dataloader, state.train_label
         if not self._train_subset_num_batches:
             raise TrainerError("train_subset_num_batches: got 0. Expected at least 1, or -1 for whole epochs.")
@@ -474,7 +469,7 @@ class Trainer:
             raise TrainerError("eval: no eval_dataloader. Give one to Trainer or to eval.")
         for evaluator in evaluators:
             check_subset(evaluator, subset_num_batches)
-            if eval_dataloader is not None:
+            if eval_dataloader is not None and self._ranks is not None:
                 evaluator.data = self._shared(evaluator.data)
         limit = None if subset_num_batches < 0 else subset_num_batches
         with self._lifetime.working():
@@ -509,7 +504,9 @@ class Trainer:
         """
         self._lifetime.refuse_closed("predict")
         microbatch = Microbatch.of(device_microbatch_size, "device_microbatch_size")
-        data = self._shared(DataSpec.of(dataloader))
+        data = DataSpec.of(dataloader)
+        if self._ranks is not None:
+            data = self._shared(data)
         with self._lifetime.working():
             return predict(
                 self.state,
