@@ -242,16 +242,16 @@ class Engine(ABC):
         optimizer.load_state_dict({**state, "state": entries, "param_groups": groups})
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the whole of ``tensor`` on the CPU; a collective where it is sharded."""
-        return tensor.detach().cpu()
+        """Return a copy of the whole of ``tensor`` on the CPU; a collective where it is sharded."""
+        return tensor.detach().to("cpu", copy=True)
 
     def scatter(self, whole: Tensor, target: Tensor) -> None:
         """Copy ``whole``, or this rank's part of it, into ``target``."""
         target.copy_(whole)
 
     def like(self, value: Any, parameter: Tensor) -> Any:
-        """Return ``value`` of a parameter's optimizer state sharded as the parameter is."""
-        return value
+        """Return a copy of ``value``, of a parameter's optimizer state, sharded as the parameter is."""
+        return value.clone() if isinstance(value, Tensor) else value
 
     def close(self) -> None:  # noqa: B027
         """Give back what ``connect`` and ``prepare`` took. May be called twice."""

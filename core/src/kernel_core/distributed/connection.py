@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,6 +34,7 @@ class _Process:
     store: Any = None
     connections: int = 0  # how many were made: each has keys of its own in the store
     owner: bool = False
+    engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # those that hold parts of the group
     meshes: dict[Any, DeviceMesh] = field(default_factory=dict)
 
 
@@ -120,6 +122,11 @@ def connect(place: Place, device: torch.device, timeout_s: float) -> Connection:
     _wait_for_all(place, store, timeout_s)
     _make_group(place, device, store, timeout_s + COLLECTIVE_MARGIN_S)
     return Connection(place, store)
+
+
+def close_at_exit(engine: Any) -> None:
+    """Let ``engine`` be closed, if it still exists, before the group is destroyed at the end of the process."""
+    _process.engines.add(engine)
 
 
 def agree_early(place: Place, key: str, value: str, timeout_s: float = 300.0) -> str:
@@ -233,10 +240,14 @@ def _wait_for_all(place: Place, store: Any, timeout_s: float) -> None:
 
 
 def _leave() -> None:
-    """Destroy the group if it is ours and still there; at the end of the process."""
+    """Destroy the group if it is ours and still there; at the end of the process.
+
+    Threads of gloo that outlive Python abort the process. They end with the group, which lives as long as anything holds it.
+    """
     if not _process.owner or not dist.is_initialized():
         return
-    # gloo's threads may hold the last reference to a tensor; freed while Python shuts down it aborts the process
+    for engine in list(_process.engines):
+        engine.close()
     gc.collect()
     dist.destroy_process_group()
 

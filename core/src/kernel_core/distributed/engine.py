@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kernel_core.distributed.connection import Connection, broadcast_from_first, connect, make_mesh, place_device
+from kernel_core.distributed.connection import (
+    Connection,
+    broadcast_from_first,
+    close_at_exit,
+    connect,
+    make_mesh,
+    place_device,
+)
 from kernel_core.distributed.mesh import resolve_axes
 from kernel_core.distributed.norms import clip_by_norm, total_norm
 from kernel_core.distributed.sharding import copy_part, shard_like
@@ -50,7 +57,7 @@ class DistributedEngine(Engine):
 
     def data_axes(self) -> dict[str, int]:
         """Return the axes of the mesh along which ranks read different data, with their numbers of ranks; -1 for the rest."""
-        return {}
+        return {"data_parallel": -1}
 
     def connect(
         self, place: Place, device: torch.device, transforms: Sequence[ModelTransform], timeout_s: float
@@ -59,12 +66,13 @@ class DistributedEngine(Engine):
         self._timeout_s = timeout_s
         self.rank, self.world_size, self.local_rank = place.rank, place.world_size, place.local_rank
         split = {transform.axis: transform.degree for transform in transforms if transform.axis is not None}
-        axes = resolve_axes({**self.data_axes(), **split} or {"data_parallel": 1}, self.world_size)
+        axes = resolve_axes({**self.data_axes(), **split}, self.world_size)
         together = math.prod(axes[axis] for axis in split)  # ranks that hold parts of one model
         self.data_world_size, self.data_rank = self.world_size // together, self.rank // together
         self.needs_all_ranks = self.needs_all_ranks or together > 1
         device = place_device(place, device)
         self.connection = connect(place, device, timeout_s)
+        close_at_exit(self)
         self.mesh = make_mesh(device.type, axes)
         if together > 1 and self.data_world_size > 1:
             data_mesh = self.data_mesh
@@ -165,15 +173,15 @@ class DistributedEngine(Engine):
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the whole tensor, on the CPU."""
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+        return super().gather(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
     def scatter(self, whole: Tensor, target: Tensor) -> None:
         """Copy this rank's part."""
         copy_part(whole, target)
 
     def like(self, value: Any, parameter: Tensor) -> Any:
-        """Return ``value`` sharded as ``parameter`` is, if it has its shape."""
-        return shard_like(value, parameter)
+        """Return a copy of ``value`` sharded as ``parameter`` is, if it has its shape."""
+        return super().like(shard_like(value, parameter), parameter)
 
     def close(self) -> None:
         """Let go of the run. The process group stays for later trainers, and is left when the process ends."""

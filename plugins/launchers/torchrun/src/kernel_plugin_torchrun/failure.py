@@ -26,7 +26,8 @@ def _first(error: ChildFailedError, reports: Path) -> tuple[int, ProcessFailure]
     rank = int(word.read_text()) if word.exists() else -1
     if rank in error.failures:
         return rank, error.failures[rank]
-    return min(error.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp))
+    told_to_end = (-signal.SIGTERM, 128 + signal.SIGTERM)
+    return min(error.failures.items(), key=lambda item: (item[1].exitcode in told_to_end, item[1].timestamp))
 
 
 def describe(error: ChildFailedError, folder: Path, reports: Path) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kernel_plugin_huggingface import adapters, saving
 from kernel_plugin_huggingface.embeddings import fit_embeddings
+from kernel_plugin_huggingface.initial_values import InitialValues
 from kernel_plugin_huggingface.labels import check_batch, count_labels, is_causal_lm, labels_of, next_token_labels
 from kernel_plugin_huggingface.libraries import prepare_imports
 
@@ -76,6 +77,7 @@ class HuggingFaceModel(TrainableModel):
         self.shift_labels = is_causal_lm(self.base_model) if shift_labels is None else shift_labels
         self.should_save_peft_only = should_save_peft_only
         self.model_forward_args = _arguments(self.base_model)
+        self._initial_values: InitialValues | None = None
 
     @property
     def base_model(self) -> Any:
@@ -151,6 +153,12 @@ class HuggingFaceModel(TrainableModel):
             kwargs.setdefault("pad_token_id", self.tokenizer.pad_token_id)
         tokens: Tensor = self.model.generate(input_ids=input_ids, **kwargs)
         return tokens
+
+    def param_init_fn(self, module: nn.Module) -> None:
+        """Give a module that came from the meta device the values that transformers begins with."""
+        if self._initial_values is None:
+            self._initial_values = InitialValues(self.base_model)
+        self._initial_values(module)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer in Hugging Face's format, for ``from_pretrained`` here and in transformers.

@@ -69,10 +69,6 @@ class DDPEngine(DistributedEngine):
         self._unaveraged = False  # whether a pass did not, and no later one has
         self._parameters: list[nn.Parameter] = []
 
-    def data_axes(self) -> dict[str, int]:
-        """Return one axis with all ranks."""
-        return {"data_parallel": -1}
-
     def check(self, state: State) -> None:
         """Refuse a model that a transform splits.
 

@@ -12,7 +12,6 @@ from kernel_core.distributed.engine import DistributedEngine
 from kernel_core.engine import ModelTransform
 from kernel_core.errors import ConflictError, OptionError
 from kernel_core.train.place import Place
-from kernel_core.train.state import State
 from pydantic import Field
 from torch import nn
 from torch.distributed.fsdp import (
@@ -25,7 +24,7 @@ from torch.distributed.fsdp import (
 
 from kernel_plugin_fsdp.composer_keys import remarks
 from kernel_plugin_fsdp.mixed_precision import policy
-from kernel_plugin_fsdp.units import find_units
+from kernel_plugin_fsdp.units import check_shapes, find_units
 
 log = logging.getLogger(__name__)
 REPLICATE, SHARD = "data_parallel_replicate", "data_parallel_shard"
@@ -172,19 +171,28 @@ class FSDPEngine(DistributedEngine):
             return {REPLICATE: -1, SHARD: self._local_world_size if shard == -1 else shard}
         return {SHARD: shard} if replicate is None else {REPLICATE: replicate, SHARD: shard}
 
-    def check(self, state: State) -> None:
+    def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what sharded parameters do not allow.
 
         Raises:
-            ConflictError: there is such a thing.
+            ConflictError: it is such an optimizer.
         """
-        super().check(state)
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in state.optimizers):
-            raise ConflictError("fsdp: LBFGS needs all gradients in one vector, and they are sharded. Use 'ddp'.")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConflictError(
+                "fsdp: LBFGS needs all gradients in one vector, and they are sharded. Expected an optimizer that takes each "
+                "parameter by itself. Use 'ddp'."
+            )
+        super().adapt_optimizer(optimizer)
 
     def prepare(self, model: nn.Module, device: torch.device, materialize: Callable[[nn.Module], None]) -> nn.Module:
-        """Shard the units, inner ones first, then what is left; each is materialised just before, so one is whole at a time."""
+        """Shard the units, inner ones first, then what is left; each is materialised just before, so one is whole at a time.
+
+        Raises:
+            OptionError: the model asks for an option that units do not have.
+            ParallelismError: a parameter cannot be sharded.
+        """
         units = find_units(model)
+        check_shapes(model, [parameter for module in self.ignored_modules for parameter in module.parameters()])
         reshard = self._reshards()
         assert self.state is not None
         precision = self.state.precision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kernel_core.blocks import marked_modules, repeated_blocks
@@ -35,6 +35,21 @@ def find_units(model: nn.Module) -> dict[str, tuple[nn.Module, Mapping[str, Any]
     inner_first = sorted(options, key=lambda path: path.count("."), reverse=True)
     _check_ties(model, inner_first)
     return {path: (modules[path], options[path]) for path in inner_first}
+
+
+def check_shapes(model: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
+    """Refuse parameters that have no dimension to be shared out along.
+
+    Raises:
+        ParallelismError: names one.
+    """
+    left_out = {id(parameter) for parameter in ignored}
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim and id(parameter) not in left_out:
+            raise ParallelismError(
+                f"fsdp: {name} is a single number without a dimension, and torch shares parameters out along their first one. "
+                "Expected at least one dimension. Give it the shape (1,), or use 'ddp'."
+            )
 
 
 def _check_ties(model: nn.Module, paths: list[str]) -> None:
