@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_core import Algorithm, TrainableModel, Trainer
+from kernel_core.distributed.engine import DistributedEngine
 from kernel_core.distributed.mesh import resolve_axes
 from kernel_core.engine import ModelTransform, SingleEngine, in_order
 from kernel_core.errors import (
@@ -190,15 +191,9 @@ def test_an_engine_of_one_process_is_refused_for_several(environment: Any) -> No
 
 def test_a_transform_that_splits_the_model_needs_as_many_processes() -> None:
     message = refused(ParallelismError, parallelism=Halves())
-    assert "the mesh is to have halves 2, and the run has 1 ranks. Expected 2." in message
+    assert "the run has 1 ranks. Expected a multiple of 2." in message
     message = refused(ParallelismError, parallelism=[SingleEngine(), Halves()])
     assert "halves: splits the model over several processes, and there is one." in message
-
-
-def test_transforms_alone_leave_no_rank_over(environment: Any) -> None:
-    environment(RANK=0, WORLD_SIZE=4, MASTER_ADDR="127.0.0.1", MASTER_PORT=1)
-    message = refused(ParallelismError, parallelism=Halves())
-    assert "the mesh is to have halves 2, and the run has 4 ranks. Expected 2." in message
 
 
 def test_ddp_does_not_average_a_model_that_is_split(environment: Any) -> None:
@@ -354,3 +349,10 @@ def test_every_rank_says_where_they_differ() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     (message,) = run_on_ranks(1, __file__, "missing", environment={"WORLD_SIZE": "2"})
     assert "2 processes were announced, and after 1 s rank 1 is missing" in message
+
+
+def test_ranks_left_over_by_transforms_need_an_engine() -> None:
+    engine = DistributedEngine()
+    engine.world_size, engine.data_world_size = 4, 2
+    with pytest.raises(ParallelismError, match=r"split the model over 2 of 4 ranks, and no engine is named.*'fsdp'"):
+        engine.prepare(torch.nn.Linear(1, 1), torch.device("cpu"), lambda module: None)

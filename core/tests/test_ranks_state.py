@@ -1,6 +1,5 @@
 """What a run holds goes out whole or in parts and into any engine; optimizers, several trainers and randomness on ranks."""
 
-import copy
 import gc
 import os
 from pathlib import Path
@@ -114,7 +113,7 @@ def go_on(parallelism: Any, saved: dict[str, Any]) -> list[float]:
     """Load into a model with other values and train batches 0 and 1 of a fresh epoch: two losses."""
     trainer, losses = make(parallelism, Net(seed=9), max_duration="2ba")
     with trainer:
-        load(trainer, copy.deepcopy(saved))  # an optimizer goes on with the very tensors that it is given
+        load(trainer, saved)
         trainer.fit()
     return losses.found
 

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``tensor``, which shares its memory; a plain tensor is its own part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
+from kernel_core.shards import local
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:

@@ -121,8 +121,8 @@ def training_steps(
             if step_schedulers_every_batch:
                 for scheduler in torch_schedulers:
                     scheduler.step()
-            if evaluations.each_batch:
-                evaluations.run_due("batch")
+            if evaluations.each_batch and evaluations.run_due("batch") and ranks is not None:
+                ranks.agree_to_stop()
             for call in batch_checkpoint:
                 call()
             if tokens_in_iteration and progress.token_in_iteration >= tokens_in_iteration:

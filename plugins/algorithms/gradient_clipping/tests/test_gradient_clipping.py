@@ -55,6 +55,13 @@ def test_value_clamps_every_entry() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True))
 
 
+@pytest.mark.parametrize("clipping_type", ["norm", "value", "adaptive"])
+def test_a_model_without_gradients_is_left_alone(clipping_type: Any) -> None:
+    model = nn.Linear(2, 2)
+    apply_gradient_clipping(model, clipping_type, 0.1)
+    assert gradients(model) == []
+
+
 def test_adaptive_clips_unit_by_unit_as_in_the_paper() -> None:
     weight = nn.Parameter(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]))
     bias = nn.Parameter(torch.tensor([2.0, -0.5, 0.0]))

@@ -126,6 +126,14 @@ def test_a_zero_gradient_moves_nothing_in_any_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(weight.detach(), torch.ones(3, dtype=dtype))
 
 
+def test_the_length_of_the_climb_goes_by_the_norm_that_is_given() -> None:
+    # as of a rank that holds a part of the model: the norm over all parts is longer than that over its own
+    weight = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    weight.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    climb([weight], rho=2.0, total_norm=lambda gradients: torch.tensor(10.0, dtype=torch.float64))
+    torch.testing.assert_close(weight.detach(), torch.tensor([1.6, 2.8], dtype=torch.float64))
+
+
 @pytest.mark.parametrize("interval", [1, 3])
 def test_in_training_it_is_the_two_pass_loop_bit_for_bit(interval: int) -> None:
     expected = by_hand(0.2, interval)

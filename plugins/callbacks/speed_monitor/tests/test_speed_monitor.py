@@ -51,8 +51,8 @@ def test_rates_are_differences_of_totals() -> None:
     assert rates == {
         "throughput/batches_per_sec": 2.0,
         "throughput/device/batches_per_sec": 1.0,
-        "throughput/samples_per_sec": 32.0,
-        "throughput/device/samples_per_sec": 16.0,
+        "throughput/samples_per_sec": 16.0,  # 112 - 80 of all ranks in 2 seconds
+        "throughput/device/samples_per_sec": 8.0,
     }
     assert throughput(Sample(1.0, 1, 1, 1, 1.0), Sample(1.0, 2, 2, 2, 2.0), 1) == {}
 

@@ -18,6 +18,7 @@ from kernel_plugin_ema.averaging import (
     copy_averaged_tensors,
     get_ema_model,
     placed_like,
+    refuse_shards,
     smoothing_of,
     swap_weights,
 )
@@ -109,12 +110,13 @@ class EMA(Algorithm):
         """Return a copy of ``model``, the one in training, with the averaged weights.
 
         Raises:
-            TrainerError: averaging has not begun.
+            TrainerError: averaging has not begun, or the model is sharded over the ranks.
         """
         if self.ema_tensors is None:
             raise TrainerError(
                 f"ema: there is no average yet. Averaging begins at ema_start={str(self.ema_start)!r}. Train longer."
             )
+        refuse_shards(model)
         return copy.deepcopy(model) if self._swapped else get_ema_model(model, self.ema_tensors)
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,9 +149,9 @@ class EMA(Algorithm):
 
     @hookimpl
     def after_load(self, state: State) -> None:
-        """Bring a restored average to the model's device."""
+        """Bring a restored average to the model's device, of shards this rank's."""
         if self.ema_tensors is not None:
-            self.ema_tensors = placed_like(state.model, self.ema_tensors)
+            self.ema_tensors = placed_like(state.model, self.ema_tensors, state.engine.scatter)
 
     @hookimpl
     def batch_end(self, state: State) -> None:
@@ -183,5 +185,7 @@ class EMA(Algorithm):
 
     @hookimpl
     def fit_failed(self, state: State) -> None:
-        """Take the weights of training back if an evaluation or prediction failed."""
+        """Take the weights of training back if an evaluation or prediction failed, perhaps within a pass."""
+        if self._swapped:
+            state.engine.finish_passes()  # no collective; what a pass has gathered is not what was swapped
         self._hold_average(state, False)

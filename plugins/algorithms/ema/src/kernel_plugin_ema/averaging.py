@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 from kernel_core import Time
 from kernel_core.errors import TrainerError
+from kernel_core.shards import local
 from torch import Tensor, nn
 
 Tensors = Mapping[str, Tensor]
@@ -42,7 +43,7 @@ def copy_averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
 def compute_ema(model: nn.Module, ema_model: nn.Module | Tensors, smoothing: float = 0.99) -> None:
     """Move the average in place towards the weights of ``model``: ``smoothing * average + (1 - smoothing) * weight``.
 
-    No host-device sync.
+    No host-device sync. Of sharded tensors (``DTensor``) each rank moves its part, without communication.
 
     Args:
         model: The model in training; is only read.
@@ -61,8 +62,8 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | Tensors, smoothing: flo
     kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for average, weight in zip(averages, weights, strict=True):
         ours, theirs = kinds.setdefault((average.dtype, average.device), ([], []))
-        ours.append(average)
-        theirs.append(weight)
+        ours.append(local(average))
+        theirs.append(local(weight))
     for ours, theirs in kinds.values():
         if _is_averaged(ours[0]):
             torch._foreach_lerp_(ours, theirs, 1 - smoothing)
@@ -77,19 +78,39 @@ def swap_weights(model: nn.Module, ema_tensors: Tensors) -> None:
     Needs memory for one more copy of the weights while it runs.
     """
     averages, weights = _paired(model, ema_tensors)
-    held = [torch.empty_like(weight) for weight in weights]  # first, so that running out of memory changes nothing
-    torch._foreach_copy_(held, weights)
-    torch._foreach_copy_(weights, averages)
-    torch._foreach_copy_(averages, held)
+    ours, theirs = [local(average) for average in averages], [local(weight) for weight in weights]
+    held = [torch.empty_like(weight) for weight in theirs]  # first, so that running out of memory changes nothing
+    torch._foreach_copy_(held, theirs)
+    torch._foreach_copy_(theirs, ours)
+    torch._foreach_copy_(ours, held)
 
 
 @torch.no_grad()
 def get_ema_model(model: Model, ema_tensors: Tensors) -> Model:
-    """Return a copy of ``model`` with the averaged weights; ``model`` is not changed."""
+    """Return a copy of ``model`` with the averaged weights; ``model`` is not changed.
+
+    Raises:
+        TrainerError: the model is sharded.
+    """
+    refuse_shards(model)
     averaged = copy.deepcopy(model)
     averages, weights = _paired(averaged, ema_tensors)
     torch._foreach_copy_(weights, averages)
     return averaged
+
+
+def refuse_shards(model: nn.Module) -> None:
+    """Refuse to copy a model of which each rank holds a part.
+
+    Raises:
+        TrainerError: it is such a model.
+    """
+    sharded = [name for name, parameter in model.named_parameters() if hasattr(parameter, "to_local")]
+    if sharded:
+        raise TrainerError(
+            f"ema: cannot copy the model, since {sharded[0]} is sharded over the ranks. Expected whole parameters. Take the "
+            "average tensor by tensor, on all ranks: state.engine.gather(tensor) for each of ema.ema_tensors.values()."
+        )
 
 
 def _is_averaged(tensor: Tensor) -> bool:
@@ -111,8 +132,18 @@ def _paired(model: nn.Module, ema_tensors: Tensors) -> tuple[list[Tensor], list[
     return list(ema_tensors.values()), [current[name] for name in ema_tensors]
 
 
-def placed_like(model: nn.Module, saved: Tensors) -> dict[str, Tensor]:
-    """Return copies of ``saved`` with the device, dtype and memory format of the model's tensors."""
+def placed_like(
+    model: nn.Module,
+    saved: Tensors,
+    copy_into: Callable[[Tensor, Tensor], object] = lambda saved, own: own.copy_(saved),
+) -> dict[str, Tensor]:
+    """Return copies of ``saved`` with the device, dtype, memory format and shards of the model's tensors.
+
+    Args:
+        model: The model in training.
+        saved: The average, whole or sharded like the model.
+        copy_into: ``(saved, own)``: copies a tensor, or this rank's part of it.
+    """
     saved_tensors, weights = _paired(model, saved)
     missing = [name for name, _ in model.named_parameters() if name not in saved]
     other = [name for name, weight in zip(saved, weights, strict=True) if weight.shape != saved[name].shape]
@@ -123,5 +154,7 @@ def placed_like(model: nn.Module, saved: Tensors) -> dict[str, Tensor]:
             "Load it with the model that it was saved with."
         )
     with torch.no_grad():
-        values = [torch.empty_like(w).copy_(s) for w, s in zip(weights, saved_tensors, strict=True)]
+        values = [torch.empty_like(weight) for weight in weights]
+        for tensor, value in zip(saved_tensors, values, strict=True):
+            copy_into(tensor, value)
     return dict(zip(saved, values, strict=True))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from kernel_core import Algorithm, State, hookimpl
 from kernel_core.errors import OptionError
+from kernel_core.shards import local
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -28,6 +29,8 @@ def apply_gradient_clipping(
             within plus or minus the threshold. ``adaptive``: see ``adaptive_clip_grad``.
         clipping_threshold: Greater than zero.
 
+    Parameters may be sharded (``DTensor``), for ``norm`` on one mesh; each rank calls it then.
+
     Returns:
         For ``norm`` the norm before clipping, a scalar on the device; else None.
 
@@ -38,7 +41,7 @@ def apply_gradient_clipping(
     if clipping_type == "norm":
         return nn.utils.clip_grad_norm_(parameters, clipping_threshold)
     if clipping_type == "value":
-        nn.utils.clip_grad_value_(parameters, clipping_threshold)
+        _clip_values([local(parameter.grad) for parameter in parameters], clipping_threshold)
     elif clipping_type == "adaptive":
         adaptive_clip_grad(parameters, clipping_threshold)
     else:
@@ -57,6 +60,8 @@ def adaptive_clip_grad(
     A unit is a row of a matrix or a filter of a convolution: everything with one index in dimension 0. Biases and
     gains, with one dimension, and scalars are one unit per entry.
 
+    Of sharded parameters (``DTensor``) each rank scales its part; it is a collective only where units are cut through.
+
     Args:
         parameters: Those without gradient are passed over.
         clipping_threshold: The largest ratio of gradient norm to weight norm.
@@ -69,17 +74,29 @@ def adaptive_clip_grad(
         if parameter.grad is None:
             continue
         allowed = _unit_norm(parameter).clamp_min(min_unit_norm) * clipping_threshold
-        norm = _unit_norm(parameter.grad)
+        norm, gradient = _unit_norm(parameter.grad), local(parameter.grad)
         # units within bounds keep their gradient bit for bit
-        parameter.grad.copy_(torch.where(norm > allowed, parameter.grad * (allowed / norm), parameter.grad))
+        gradient.copy_(torch.where(norm > allowed, gradient * (allowed / norm), gradient))
 
 
 def _unit_norm(tensor: Tensor) -> Tensor:
-    """Return the norm of each unit, shaped to broadcast against ``tensor``."""
+    """Return the norm of each unit, also of one that is cut through, shaped to broadcast against this rank's part."""
     if tensor.ndim <= 1:
-        return tensor.abs()
-    norm: Tensor = torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
-    return norm
+        return local(tensor).abs()
+    norm: Any = torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), keepdim=True)
+    if not hasattr(norm, "to_local"):
+        return norm  # type: ignore[no-any-return]
+    from torch.distributed.tensor import Replicate  # half a second of imports: not for one process
+
+    whole = [Replicate() if placement.is_partial() else placement for placement in norm.placements]
+    return norm.redistribute(placements=whole).to_local()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _clip_values(gradients: list[Tensor], bound: float) -> None:
+    if gradients:  # torch's clip_grad_value_ refuses whole and sharded ones beside each other
+        torch._foreach_clamp_min_(gradients, -bound)
+        torch._foreach_clamp_max_(gradients, bound)
 
 
 class GradientClipping(Algorithm):

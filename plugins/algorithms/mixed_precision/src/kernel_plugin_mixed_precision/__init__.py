@@ -44,5 +44,5 @@ class MixedPrecision(Algorithm):
     def init(self, state: State) -> None:
         """Set the precision of the run."""
         before, state.precision = state.precision, choose_precision(self.precision, state.device)
-        if before not in ("fp32", default_precision(state.device), state.precision):
+        if state.rank == 0 and before not in ("fp32", default_precision(state.device), state.precision):
             log.warning("mixed_precision: %s takes the place of precision=%r.", state.precision, before)

@@ -79,7 +79,8 @@ class MixUp(Algorithm):
     def before_forward(self, state: State) -> None:
         """Blend the inputs. The draws depend on batch and microbatch only, so a re-evaluation sees the same blend."""
         inputs = _get_item(state, "input", self.input_key)
-        seed = state.generator(self, "microbatch", key="mixing").initial_seed()
+        # the share is the same on every rank, so that it does not depend on how many there are; the partners are not
+        seed = state.generator(self, "batch", key=f"mixing {state.microbatch}").initial_seed()
         self._mixing = sample_mixing(self.alpha, seed)
         self._indices = sample_indices(inputs, state.generator(self, "microbatch"))
         state.batch_set_item(self.input_key, blend(inputs, self._mixing, self._indices))

@@ -44,4 +44,4 @@ class SAM(Algorithm):
     @hookimpl
     def wrap_optimizer(self, optimizer: Optimizer, state: State) -> Optimizer:
         """Wrap before any state is loaded, so that the base optimizer's is saved and restored."""
-        return SAMOptimizer(optimizer, self.rho, self.epsilon, self.interval, state.model)
+        return SAMOptimizer(optimizer, self.rho, self.epsilon, self.interval, state.model, state.engine.total_norm)

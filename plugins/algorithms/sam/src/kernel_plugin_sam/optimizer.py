@@ -8,16 +8,21 @@ from typing import Any
 
 import torch
 from kernel_core.errors import OptimizerError
+from kernel_core.shards import local
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+TotalNorm = Callable[[list[Tensor]], Tensor]
 STEPS = "sam_steps"  # the one entry that SAMOptimizer adds to the state of its base optimizer
 
 
 @torch.no_grad()
 def climb(
-    parameters: Iterable[nn.Parameter], rho: float = 0.05, epsilon: float = 1e-12
+    parameters: Iterable[nn.Parameter],
+    rho: float = 0.05,
+    epsilon: float = 1e-12,
+    total_norm: TotalNorm = get_total_norm,
 ) -> tuple[list[nn.Parameter], list[Tensor]]:
     """Move ``parameters`` in place by ``rho`` along their gradient: ``w + rho * g / (||g|| + epsilon)``.
 
@@ -27,6 +32,8 @@ def climb(
         parameters: Those without gradient stay where they are; the norm is over all the others together.
         rho: The length of the move.
         epsilon: Keeps a zero gradient from dividing by zero.
+        total_norm: Returns the norm of all gradients together as a plain scalar. Give one that knows shards where
+            parameters are sharded (``DTensor``); every rank climbs then.
 
     Returns:
         The parameters that moved, and their values before, to be put back with ``copy_``.
@@ -46,11 +53,11 @@ def climb(
             "sam: got a sparse gradient. Expected dense gradients. Build the embedding without sparse=True."
         )
     before = _copies(moved)
-    norm = get_total_norm(gradients)
+    norm = total_norm(gradients)
     # at least fp32: in fp16 epsilon would be zero
     scale = rho / (norm.to(torch.promote_types(norm.dtype, torch.float32)) + epsilon)
-    steps: Any = torch._foreach_mul(gradients, scale)
-    torch._foreach_add_(list[Any](moved), steps)
+    steps: Any = torch._foreach_mul([local(gradient) for gradient in gradients], scale)
+    torch._foreach_add_([local(parameter) for parameter in moved], steps)
     return moved, before
 
 
@@ -65,8 +72,8 @@ def _put_back(tensors: list[Any], values: list[Any]) -> None:
     kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for tensor, value in zip(tensors, values, strict=True):
         ours, theirs = kinds.setdefault((tensor.dtype, tensor.device), ([], []))
-        ours.append(tensor)
-        theirs.append(value)
+        ours.append(local(tensor))
+        theirs.append(local(value))
     for ours, theirs in kinds.values():
         torch._foreach_copy_(ours, theirs)
 
@@ -84,6 +91,7 @@ class SAMOptimizer(Optimizer):
         interval: Climb on every so many-th step; the others are plain steps of ``base_optimizer``.
         model: Its buffers keep the values that the first evaluation gave them, so that running statistics count a batch
             once. None leaves buffers alone.
+        total_norm: As for ``climb``.
 
     Raises:
         OptimizerError: ``base_optimizer`` evaluates the model itself, as L-BFGS does.
@@ -96,6 +104,7 @@ class SAMOptimizer(Optimizer):
         epsilon: float = 1e-12,
         interval: int = 1,
         model: nn.Module | None = None,
+        total_norm: TotalNorm = get_total_norm,
     ) -> None:
         closure = inspect.signature(base_optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
@@ -105,6 +114,7 @@ class SAMOptimizer(Optimizer):
             )
         self.base_optimizer = base_optimizer
         self.rho, self.epsilon, self.interval, self.model = rho, epsilon, interval, model
+        self.total_norm = total_norm
         self.num_steps = 0
         # what torch's optimizer has besides groups and state; its __init__ would make its own of both
         self.__setstate__({})
@@ -172,7 +182,8 @@ class SAMOptimizer(Optimizer):
     def _evaluate_uphill(self, evaluate: Callable[[], Any]) -> None:
         buffers = {} if self.model is None else dict(self.model.named_buffers())
         counted = dict(zip(buffers, _copies(list(buffers.values())), strict=True))
-        moved, weights = climb((p for group in self.param_groups for p in group["params"]), self.rho, self.epsilon)
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        moved, weights = climb(parameters, self.rho, self.epsilon, self.total_norm)
         if not moved:
             return
         try:

@@ -42,7 +42,8 @@ class SelectiveBackprop(Algorithm):
     """Rank the rows of a batch by their loss in an extra forward pass, and train on a draw that prefers high losses.
 
     Runs before whatever else changes the batch. The extra pass leaves no trace: no gradients, every module in eval mode
-    and back, torch's global random numbers where they were. The model's ``loss`` must take ``reduction="none"``.
+    and back, torch's global random numbers where they were. The model's ``loss`` must take ``reduction="none"``. Of several
+    ranks each selects from its own batch.
 
     Args:
         start: The share of training from which rows are selected.
@@ -115,17 +116,21 @@ class SelectiveBackprop(Algorithm):
         num_rows = self._num_rows(state)
         known = isinstance(state.batch, Mapping | tuple | list)  # any other kind cannot be cut into passes
         size = (state.device_train_microbatch_size if known else None) or num_rows
+        starts = range(0, num_rows, size)
+        rounds = _most_of_any_rank(state, len(starts)) if known else 1
+        # passes that average hand buffers around too, and ranks may have different numbers of these
+        state.engine.set_gradient_sync(False)
+        losses = []
         with torch.no_grad(), EvalMode(list(state.model.modules())), _kept_randomness(state.device):
-            if size >= num_rows:
-                return self._pass(state, state.batch, num_rows)
-            starts = range(0, num_rows, size)
-            parts = [take_rows(state.batch, slice(start, start + size), num_rows) for start in starts]
-            return torch.cat(
-                [
-                    self._pass(state, part, min(size, num_rows - start))
-                    for start, part in zip(starts, parts, strict=True)
-                ]
-            )
+            for index in range(rounds):
+                start = starts[min(index, len(starts) - 1)]  # again the last where other ranks have more
+                count = min(size, num_rows - start)
+                part = (
+                    state.batch if count == num_rows else take_rows(state.batch, slice(start, start + count), num_rows)
+                )
+                losses.append(self._pass(state, part, count))
+        state.engine.finish_passes()
+        return torch.cat(losses[: len(starts)])
 
     def _pass(self, state: State, batch: Any, num_rows: int) -> Tensor:
         batch = state.prepare_batch(batch)
@@ -171,6 +176,19 @@ def _part(state: State, what: str, key: BatchKey) -> Tensor:
             f"Point {what}_key to it."
         )
     return part
+
+
+def _most_of_any_rank(state: State, passes: int) -> int:
+    """Return how many passes this rank has to make: as many as any other where they wait for one another.
+
+    Asked only where there are microbatches; hosts wait for one another then.
+    """
+    if state.world_size == 1 or not state.engine.needs_all_ranks or state.device_train_microbatch_size is None:
+        return passes
+    of_each = torch.zeros(state.world_size)
+    of_each[state.rank] = passes
+    state.engine.all_reduce(of_each)
+    return int(of_each.max())
 
 
 def _kept_randomness(device: torch.device) -> AbstractContextManager[None]:

@@ -102,6 +102,9 @@ class EarlyStopper(Callback):
         assert self.best_occurred is not None
         unit = self.patience.unit
         if state.timestamp.get(unit) - self.best_occurred.get(unit) > self.patience and not state.stopped:
+            state.stop_training()
+            if state.rank:
+                return  # the first one says it
             log.warning(
                 "early_stopper: %s of %s has not become better than %.6g, reached at %s, for more than %s. Training stops.",
                 self.monitor,
@@ -110,7 +113,6 @@ class EarlyStopper(Callback):
                 self.best_occurred.get(unit),
                 self.patience,
             )
-            state.stop_training()
 
     def _read(self, values: Mapping[str, Any]) -> float:
         if self.monitor not in values:
@@ -146,6 +148,6 @@ class EarlyStopper(Callback):
             )
         if not names:
             raise OptionError(self._unknown_metric(names))
-        if self.monitor not in names:
+        if self.monitor not in names and state.rank == 0:
             # not yet an error: one metric may compute several under names of their own
             log.warning("%s It is looked for again when they are computed.", self._unknown_metric(names))

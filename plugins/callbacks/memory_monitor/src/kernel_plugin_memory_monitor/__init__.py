@@ -131,7 +131,7 @@ class MemoryMonitor(Callback):
         self._has_stats = bool(stats) or state.device.type == "cuda"
         if self._has_stats:
             check_keys(stats, self.memory_keys or {})
-        else:
+        elif state.rank == 0:
             log.warning(
                 "memory_monitor: a device of type %s keeps no memory statistics. Logging what the process holds in RAM instead.",
                 state.device.type,

@@ -25,7 +25,7 @@ SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 
 
 class Sample(NamedTuple):
-    """Totals at the end of a batch."""
+    """Totals at the end of a batch, those of all ranks."""
 
     seconds: float
     batches: int
@@ -53,10 +53,8 @@ def throughput(first: Sample, last: Sample, world_size: int) -> dict[str, float]
         done = getattr(last, unit) - getattr(first, unit)
         if not done and unit in ("tokens", "flops"):
             continue
-        # every rank sees every batch, and its own part of the samples
-        total = done / seconds * (1 if unit == "batches" else world_size)
-        rates[f"throughput/{unit}_per_sec"] = total
-        rates[f"throughput/device/{unit}_per_sec"] = total / world_size
+        rates[f"throughput/{unit}_per_sec"] = done / seconds
+        rates[f"throughput/device/{unit}_per_sec"] = done / seconds / world_size
     return rates
 
 
@@ -103,7 +101,8 @@ class SpeedMonitor(Callback):
         if not logger.listening:
             return
         if self._flops_per_batch is not None:
-            self._flops += self._flops_per_batch(state.batch)
+            # counted on this rank, and taken to be as many wherever other data is read
+            self._flops += self._flops_per_batch(state.batch) * state.engine.data_world_size
         progress = state.progress
         now = Sample(progress.total_wct, progress.batch, progress.sample, progress.token, self._flops)
         self._window.append(now)

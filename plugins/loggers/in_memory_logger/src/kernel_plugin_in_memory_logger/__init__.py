@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from kernel_core import LoggerDestination, State, Timestamp, hookimpl
@@ -69,7 +69,8 @@ def _keep(value: Any) -> Any:
 class InMemoryLogger(LoggerDestination):
     """Keep metrics, hyperparameters and tables in memory, to be looked at while a run goes or after it.
 
-    Tensors stay as they are until ``get_timeseries`` reads them. Nothing is ever dropped.
+    Tensors stay as they are until ``get_timeseries`` reads them. Nothing is ever dropped. Every rank keeps its own, so that
+    a script that looks at them is the same on all.
 
     Attributes:
         data: A metric's name to a list of (Timestamp, value).
@@ -84,6 +85,8 @@ class InMemoryLogger(LoggerDestination):
         >>> logger.get_timeseries("loss")["loss"]
         array([2.])
     """
+
+    every_rank: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.data: dict[str, list[tuple[Timestamp, Any]]] = {}

@@ -36,7 +36,7 @@ class DDPEngine(DistributedEngine):
         find_unused_parameters: Look in each pass for parameters that got no gradient. Needed where a batch uses only a part
             of the model; costs a walk over the graph.
         static_graph: The same parameters are used in every pass; allows more overlap, and activation checkpointing that is
-            reentrant.
+            reentrant. Each pass averages then, unless ``forced_sync`` is asked for.
         gradient_as_bucket_view: Keep gradients inside the buffers that are sent; saves a copy of their size.
         broadcast_buffers: Give all ranks rank 0's buffers, such as the statistics of batch norm, before each pass that
             averages.
@@ -58,7 +58,11 @@ class DDPEngine(DistributedEngine):
     ) -> None:
         super().__init__()
         self.sync_strategy = sync_strategy
-        self.needs_all_ranks = sync_strategy == "multi_auto_sync"  # the ranks' passes wait for one another
+        # torch's static graph cannot do with passes that average nothing among others that do
+        self._averages_each = sync_strategy == "multi_auto_sync" or (
+            static_graph and sync_strategy == "single_auto_sync"
+        )
+        self.needs_all_ranks = self._averages_each  # the ranks' passes wait for one another
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -116,8 +120,7 @@ class DDPEngine(DistributedEngine):
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Decide whether the next pass averages gradients."""
-        enabled = enabled or self.sync_strategy == "multi_auto_sync"
-        self._averages = enabled and self.sync_strategy != "forced_sync"
+        self._averages = (enabled or self._averages_each) and self.sync_strategy != "forced_sync"
         self._unaveraged = not self._averages
 
     def reduce_gradients(self) -> None:
