@@ -30,7 +30,9 @@ def load_texts():
                     if len(text) > 12:
                         ids = torch.zeros(LENGTH, dtype=torch.long)
                         ids[: len(text)] = torch.tensor(list(text))
-                        rows.append({"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.tensor(label)})
+                        rows.append(
+                            {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.tensor(label)}
+                        )
     return rows
 
 
