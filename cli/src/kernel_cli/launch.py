@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from kernel_core.errors import LaunchError, PluginLoadError
+
+if TYPE_CHECKING:
+    from kernel_core.launcher import Launcher
 
 DEFAULT_LAUNCHER = "torchrun"
 F = Callable[..., Any]
@@ -33,6 +36,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--stdout",), {"metavar": "FORM", "help": "File for the output of other local ranks: out-{rank}.txt."}),
     (("--stderr",), {"metavar": "FORM", "help": "The same for their errors."}),
     (("--launcher",), {"default": DEFAULT_LAUNCHER, "metavar": "NAME", "help": "An installed launcher."}),
+    (("--launcher-option",), {"multiple": True, "metavar": "KEY=VALUE", "help": "An option of it. May be repeated."}),
 )
 
 
@@ -56,6 +60,12 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def is_rank() -> bool:
     """Say whether this process is a rank already."""
     return "RANK" in os.environ and "LOCAL_RANK" in os.environ
+
+
+def was_started_before() -> bool:
+    """Say whether this process is a rank that a launcher starts again: the run of that name is its own."""
+    counts = (os.environ.get(name, "0") for name in ("KERNEL_START_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    return is_rank() and any(count != "0" for count in counts)
 
 
 def launch(command: Sequence[str], mode: str, verbose: bool = False, **options: Any) -> int:
@@ -91,7 +101,22 @@ def launch(command: Sequence[str], mode: str, verbose: bool = False, **options: 
         stderr=options["stderr"],
         verbose=verbose,
     )
-    return launcher_class().launch(job)  # type: ignore[no-any-return]
+    return _configured(launcher_class, info.name, options["launcher_option"]).launch(job)
+
+
+def _configured(launcher_class: type[Launcher], name: str, texts: Sequence[str]) -> Launcher:
+    from kernel_core.registry.options import bind_options
+
+    from kernel_cli.config import read_yaml
+
+    given = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise LaunchError(f"--launcher-option: got {text!r}. Expected option=value.")
+        given[key] = read_yaml(value, f"--launcher-option {key}")
+    bound = bind_options(launcher_class, name, (), given)
+    return launcher_class(*bound.args, **bound.kwargs)
 
 
 def _nodes(text: str) -> tuple[int, int]:

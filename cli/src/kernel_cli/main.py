@@ -60,7 +60,7 @@ def train(**arguments: Any) -> None:
     """
     job, arguments = split(arguments)
     if not is_rank() and (job["nproc"] is not None or job["nnodes"] != "1"):
-        _launch(("kernel_cli.main", *sys.argv[1:]), "module", **job)
+        _launch(("kernel_cli.main", *sys.argv[1:]), "module", as_json=arguments["as_json"], **job)
     from kernel_cli.train import train as run
 
     _run(run, **arguments)
@@ -82,14 +82,15 @@ def launch(command: tuple[str, ...], module: bool, program: bool, **options: Any
     _launch(command, "module" if module else "command" if program else "script", **options)
 
 
-def _launch(command: tuple[str, ...], mode: str, **options: Any) -> None:
-    """Start a job and exit as it does."""
+def _launch(command: tuple[str, ...], mode: str, as_json: bool = False, **options: Any) -> None:
+    """Start a job and exit as it does. Standard output belongs to the first rank, unless nothing could be started."""
     from kernel_cli.launch import launch as run
 
     try:
         code = run(command, mode, **options)
     except BaseException as error:
-        code = _report(Document(), error)
+        with document(as_json) as out:
+            code = _report(out, error)
     sys.exit(code)
 
 

@@ -16,6 +16,7 @@ from kernel_core.errors import ConfigError, KernelError, OrderError, StartAgain
 from kernel_core.recipe import Config, build_trainer, merge
 
 from kernel_cli.config import Source, apply_arguments, load_source, with_model, with_parallelism
+from kernel_cli.launch import was_started_before
 from kernel_cli.output import columns, kernel_log
 
 
@@ -51,7 +52,7 @@ def train(
     config = with_parallelism(with_model(origin.config, model), parallelism)
     config, name = _complete(apply_arguments(config, plugins, options, settings, given))
     folder = Path(config["logging"]["folder"]) / name
-    if (folder / "plan.json").exists() and not dry_run:
+    if (folder / "plan.json").exists() and not dry_run and not was_started_before():
         raise ConfigError(f"run_name: {folder} holds a run already. Choose another name, or remove the folder.")
     trainer = build_trainer(
         config, origin.recipe.functions, run_name=name, progress_bar=config["logging"].get("progress_bar", True)

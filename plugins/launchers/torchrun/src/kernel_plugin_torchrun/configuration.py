@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernel_core.errors import LaunchError
 from kernel_core.launcher import Job
 
+NAMES = ("rank", "local_rank", "world_size", "local_world_size", "node_rank")  # what file names may hold
+
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsDest
     from torch.distributed.launcher.api import LaunchConfig
+
+    from kernel_plugin_torchrun.launcher import TorchrunLauncher
+    from kernel_plugin_torchrun.logs import RankLogs
 
 
 def check(job: Job) -> None:
@@ -37,14 +43,33 @@ def check(job: Job) -> None:
         raise LaunchError(f"kernel launch: got --nnodes {least}:{most}. Expected at least 1, and the least first.")
     if job.max_restarts < 0:
         raise LaunchError(f"kernel launch: got --max-restarts {job.max_restarts}. Expected at least 0.")
+    if job.master_port is not None and not 0 < job.master_port < 65536:
+        raise LaunchError(
+            f"kernel launch: got --master-port {job.master_port}. Expected 1 to 65535, or none for a free one."
+        )
+    for flag, form in (("--stdout", job.stdout), ("--stderr", job.stderr)):
+        _check_form(flag, form)
     if most > 1 and job.rendezvous_endpoint is None:
         _check_static(job)
+    number = node_rank(job)
+    if number is not None and not 0 <= number < most:
+        raise LaunchError(
+            f"kernel launch: got machine number {number} of {most}. Expected --node-rank 0 to {most - 1}."
+        )
     processes = num_processes(job)
     if job.world_size is not None and not least * processes <= job.world_size <= most * processes:
         raise LaunchError(
             f"kernel launch: got --world-size {job.world_size}, and {least if least == most else f'{least}:{most}'} machines "
             f"with {processes} processes each make another number. Change one of --world-size, --nnodes and -n."
         )
+
+
+def _check_form(flag: str, form: str | None) -> None:
+    try:
+        (form or "").format(**dict.fromkeys(NAMES, "0"))
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        known = ", ".join(f"{{{name}}}" for name in NAMES)
+        raise LaunchError(f"kernel launch: got {flag} {form}. Expected a file name; it may hold {known}.") from error
 
 
 def _check_static(job: Job) -> None:
@@ -87,41 +112,51 @@ def node_rank(job: Job) -> int | None:
 
 
 def configure(
-    job: Job, folder: Path, join_timeout_s: int, shutdown_timeout_s: int, monitor_interval_s: float
-) -> LaunchConfig:
-    """Return what torch's agent is told."""
+    launcher: TorchrunLauncher, job: Job, folder: Path, number: int, before_start: Callable[[int, LogsDest], None]
+) -> tuple[LaunchConfig, RankLogs]:
+    """Return what torch's agent is told at start ``number``, and where the ranks write."""
     from torch.distributed.launcher.api import LaunchConfig
 
     from kernel_plugin_torchrun.logs import RankLogs
 
     backend, endpoint, settings = _rendezvous(job)
     alone = job.num_nodes == (1, 1)
-    return LaunchConfig(
+    name = job.rendezvous_id or (uuid.uuid4().hex[:8] if alone else "kernel")
+    logs = RankLogs(str(folder), job.stdout, job.stderr, before_start=before_start)
+    timeout_s = launcher.join_timeout_s
+    config = LaunchConfig(
         min_nodes=job.num_nodes[0],
         max_nodes=job.num_nodes[1],
         nproc_per_node=num_processes(job),
-        logs_specs=RankLogs(str(folder), job.stdout, job.stderr),
-        run_id=job.rendezvous_id or (uuid.uuid4().hex[:8] if alone else "kernel"),
+        logs_specs=logs,
+        run_id=f"{name}-{number}" if number else name,  # a rendezvous that has ended is closed to its name
         rdzv_backend=backend,
         rdzv_endpoint=endpoint,
-        rdzv_configs={"timeout": join_timeout_s, **settings},
+        rdzv_configs={"timeout": timeout_s, "join_timeout": timeout_s, **settings},
         max_restarts=job.max_restarts,
-        monitor_interval=monitor_interval_s,
+        monitor_interval=launcher.monitor_interval_s,
         local_addr="127.0.0.1" if alone else None,
-        shutdown_timeout=shutdown_timeout_s,
+        shutdown_timeout=launcher.shutdown_timeout_s,
     )
+    return config, logs
+
+
+def meeting_point(job: Job) -> str:
+    """Return the address where machines meet, as the user gave it."""
+    return job.rendezvous_endpoint or f"{job.master_addr or '127.0.0.1'}:{job.master_port}"
 
 
 def _rendezvous(job: Job) -> tuple[str, str, Mapping[str, Any]]:
     """Return backend, endpoint and settings."""
     if job.rendezvous_endpoint is not None:
-        return job.rendezvous_backend or "c10d", job.rendezvous_endpoint, {}
+        backend = job.rendezvous_backend or "c10d"
+        return backend, job.rendezvous_endpoint, {"rank": node_rank(job) or 0} if backend == "static" else {}
     if job.num_nodes == (1, 1) and job.master_port is None:
         return "c10d", "localhost:0", {}  # a free port
-    address = job.master_addr or "127.0.0.1"
-    return "static", f"{address}:{job.master_port}", {"rank": node_rank(job) or 0}
+    return "static", meeting_point(job), {"rank": node_rank(job) or 0}
 
 
 def entry_point(job: Job) -> tuple[str, ...]:
-    """Return the arguments of Python that start a rank."""
-    return ("-u", "-m", "kernel_plugin_torchrun.rank", job.mode, *job.command)
+    """Return the arguments of Python that start a rank. Torch's agent fills in ``$`` macros; ours are to stay as they are."""
+    command = (argument.replace("$", "$$") for argument in job.command)
+    return ("-u", "-P", "-m", "kernel_plugin_torchrun.rank", job.mode, *command)

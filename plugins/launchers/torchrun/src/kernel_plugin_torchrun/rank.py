@@ -1,6 +1,6 @@
 """One rank: runs a script, module or program, and sees to it that the launcher learns how it ended.
 
-Started by the launcher as ``python -m kernel_plugin_torchrun.rank MODE COMMAND ARGUMENTS``.
+Started by the launcher as ``python -P -m kernel_plugin_torchrun.rank MODE COMMAND ARGUMENTS``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from typing import NoReturn
 
 from kernel_core.errors import EXIT_INTERRUPTED, KernelError
 
-INTERRUPTED = (
-    "interrupted"  # the file that says so; torch's agent knows success and failure only, and restarts failures
-)
+from kernel_plugin_torchrun.leftovers import LAUNCHER_PID
+
+# The file that says so. Torch's agent knows success and failure only, and starts failures again.
+INTERRUPTED = "interrupted"
+IS_OVER = "KERNEL_LAUNCH_IS_OVER"  # set by the launcher, which sees all ranks
 LAUNCHER_GONE_S = 10.0  # how long a rank may take to end when its launcher is gone
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run ``MODE COMMAND ARGUMENTS`` and exit as it does."""
     mode, *command = arguments
-    threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
+    if IS_OVER in os.environ:  # the agent starts all again because others failed after an interruption, which is final
+        sys.exit(0)
+    threading.Thread(target=_end_with_launcher, args=(int(os.environ[LAUNCHER_PID]),), daemon=True).start()
     try:
         code = _program(command) if mode == "command" else _python(mode, command)
     except SystemExit as error:
@@ -40,14 +44,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
         _write_down(error)
         sys.excepthook(type(error), error, error.__traceback__)
     if code == EXIT_INTERRUPTED:
-        # torch's agent knows success and failure only, and starts failures again
-        (Path(os.environ["KERNEL_REPORT_DIR"]) / "interrupted").touch()
+        (Path(os.environ["KERNEL_REPORT_DIR"]) / INTERRUPTED).touch()
         code = 0
     sys.exit(code)
 
 
 def _python(mode: str, command: Sequence[str]) -> int:
-    """Run a script or module as the main program of this process."""
+    """Run a script or module as the main program of this process. ``-P`` has left the path to this function."""
     sys.argv[:] = command
     if mode == "module":
         sys.path.insert(0, os.getcwd())
@@ -59,13 +62,14 @@ def _python(mode: str, command: Sequence[str]) -> int:
 
 
 def _program(command: Sequence[str]) -> int:
-    """Run a program and hand signals on to it."""
+    """Run a program. Signals of the launcher go to the whole process group: it gets them itself, and once."""
     with subprocess.Popen(command) as process:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: process.send_signal(number))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, lambda number, frame: None)
         code = process.wait()
     if code < 0:  # end as it did
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         signal.raise_signal(-code)
     return code
 
@@ -88,21 +92,28 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _write_down(error: BaseException) -> None:
-    """Leave the traceback where the launcher finds it, unless the trainer has done so."""
+    """Leave the traceback where the launcher finds it, whole or not at all, unless the trainer has done so."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and not Path(file).exists():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{file}.part"
         get_error_handler().record_exception(error)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = file
+        Path(f"{file}.part").replace(file)
 
 
 def _end_with_launcher(launcher: int) -> None:
-    """End this process when its launcher is gone: in order if it still can, and if not all the same."""
+    """End this process, and what it has started, when its launcher is gone: in order if they can, else all the same."""
     while os.getppid() == launcher:
         time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGTERM)
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCHER_PID}
+    call = [sys.executable, "-P", "-m", "kernel_plugin_torchrun.leftovers", str(launcher), str(LAUNCHER_GONE_S)]
+    # a process of its own, since this one may end before what it has started
+    subprocess.Popen(call, env=environment, start_new_session=True, stdin=subprocess.DEVNULL)
+    os.killpg(os.getpgrp(), signal.SIGTERM)
     time.sleep(LAUNCHER_GONE_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
