@@ -238,3 +238,10 @@ def compare_batch_norm(world_size: int, engines: list[str]) -> None:
 @pytest.mark.ranks
 def test_batch_norm_sees_the_batch_of_its_rank() -> None:
     compare_batch_norm(2, ["ddp", "full"])
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_batch_norm_sees_the_batch_of_its_rank_under_every_engine() -> None:
+    compare_batch_norm(2, ["grad_op", "no_shard"])
+    compare_batch_norm(4, ["ddp", "full", "grad_op", "hybrid"])

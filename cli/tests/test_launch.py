@@ -28,6 +28,7 @@ def test_options_have_two_spellings_and_environment_variables(tmp_path: Path) ->
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_train_on_two_ranks_prints_one_document_and_may_start_again_under_its_name(tmp_path: Path) -> None:
     call = ("train", "-n", "2", "--max-duration", "2ba", "--run-name", "twice", "--json", "--log_dir", "logs")
     done = kernel(tmp_path, *call)

@@ -28,6 +28,10 @@ AROUND = {
 INSIDE = {
     ("train/loop.py", "training_steps"): "data",
     ("train/ranks.py", "Ranks.in_step"): "data",
+    ("train/ranks.py", "Ranks.send"): "collective",
+    ("train/ranks.py", "Ranks.receive"): "collective",
+    ("train/ranks.py", "Ranks.sum"): "collective",
+    ("train/ranks.py", "Ranks.mean_loss"): "collective",
     ("train/state.py", "State.bind_model.<locals>.compute_loss"): "loss",
     ("train/microbatch.py", "_make_run.<locals>.run"): "forward",
     ("train/microbatch.py", "_update_metrics"): "metrics",
@@ -43,9 +47,9 @@ def record(state: State) -> dict[str, Any]:
     """Return where this rank stands, as plain data.
 
     Returns:
-        ``rank``, ``host``, ``pid``, ``time``, the counters ``epoch`` and ``batch``, ``phase`` (``data``, ``forward``, ``loss``,
-        ``backward``, ``step``, ``evaluation``, ``prediction``, ``close``, ``start``, or ``outside`` of the kernel), ``event`` and
-        ``plugin`` inside a plugin's hook, ``waits`` if it stands in a collective, and ``stacks`` of all threads by name.
+        ``rank``, ``host``, ``pid``, ``time``, the counters ``epoch`` and ``batch``, ``phase`` (one of those above, or ``outside``
+        of the kernel), ``event`` and ``plugin`` inside a plugin's hook, ``waits`` if it stands in a collective, and ``stacks`` of
+        all threads by name.
     """
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -83,6 +83,7 @@ def test_a_signal_to_the_launcher_of_ranks_that_save_and_exit_with_75_gives_75(t
     assert process.wait(timeout=60) == 75
 
 
+@pytest.mark.slow
 def test_an_exit_with_75_because_another_rank_failed_does_not_hide_the_failure(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n" + READY
     text += "while len(list(pathlib.Path().glob('pid-*'))) < 2: time.sleep(0.05)\n"
@@ -111,6 +112,7 @@ def test_after_an_interruption_nothing_starts_again_though_others_fail(tmp_path:
     assert (code, len(list(tmp_path.glob("start-*")))) == (75, 2)
 
 
+@pytest.mark.slow
 def test_starts_for_memory_do_not_count_as_restarts_and_are_told_the_size(tmp_path: Path) -> None:
     text = """
 size, fails = int(os.environ.get("KERNEL_MICROBATCH_SIZE", 32)), pathlib.Path("fails-" + rank)
