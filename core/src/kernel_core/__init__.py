@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kernel_core.data.spec import DataSpec as DataSpec
     from kernel_core.engine import Engine as Engine
+    from kernel_core.engine import ModelTransform as ModelTransform
     from kernel_core.errors import Interrupted as Interrupted
     from kernel_core.errors import KernelError as KernelError
     from kernel_core.hooks import hookimpl as hookimpl
@@ -44,6 +45,7 @@ _HOME = {
     "KernelError": "errors",
     "Logger": "logger",
     "LoggerDestination": "registry.base",
+    "ModelTransform": "engine",
     "Plan": "registry.plan",
     "State": "train.state",
     "SurgeryReport": "surgery",

@@ -91,7 +91,11 @@ def _describe(annotation: Any) -> str:
     if isinstance(annotation, str):
         return annotation
     if isinstance(annotation, type) and not typing.get_args(annotation):
-        return annotation.__name__
+        return "None" if annotation is types.NoneType else annotation.__name__
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _describe(typing.get_args(annotation)[0])  # what bounds it is in pydantic's own words
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return " | ".join(map(_describe, typing.get_args(annotation)))
     return str(annotation).replace("typing.", "").replace("collections.abc.", "")
 
 
