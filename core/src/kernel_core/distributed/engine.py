@@ -24,7 +24,7 @@ from kernel_core.distributed.connection import (
 from kernel_core.distributed.mesh import resolve_axes
 from kernel_core.distributed.norms import clip_by_norm, total_norm
 from kernel_core.distributed.sharding import copy_part, shard_like
-from kernel_core.distributed.watchdog import Watchdog, tell
+from kernel_core.distributed.watchdog import Watchdog
 from kernel_core.engine import Engine, ModelTransform
 from kernel_core.errors import ParallelismError
 from kernel_core.train.composer_keywords import KEYWORDS
@@ -49,7 +49,6 @@ class DistributedEngine(Engine):
         self.mesh: DeviceMesh | None = None
         self.state: State | None = None
         self._watchdog: Watchdog | None = None
-        self._timeout_s = 0.0
 
     def check(self, state: State) -> None:
         """Remember the run: what it computes in is known only when the model is prepared."""
@@ -63,7 +62,6 @@ class DistributedEngine(Engine):
         self, place: Place, device: torch.device, transforms: Sequence[ModelTransform], timeout_s: float
     ) -> torch.device:
         """Join the other processes and lay them out on a mesh: data axes first, then those of ``transforms``."""
-        self._timeout_s = timeout_s
         self.rank, self.world_size, self.local_rank = place.rank, place.world_size, place.local_rank
         split = {transform.axis: transform.degree for transform in transforms if transform.axis is not None}
         axes = resolve_axes({**self.data_axes(), **split}, self.world_size)
@@ -73,6 +71,9 @@ class DistributedEngine(Engine):
         device = place_device(place, device)
         self.connection = connect(place, device, timeout_s)
         close_at_exit(self)
+        if self.world_size > 1:
+            store = self.connection.store.clone()
+            self._watchdog = Watchdog(self.rank, self.world_size, store, timeout_s)
         self.mesh = make_mesh(device.type, axes)
         if together > 1 and self.data_world_size > 1:
             data_mesh = self.data_mesh
@@ -100,15 +101,14 @@ class DistributedEngine(Engine):
         dist.all_reduce(tensor)
 
     def watch(self, state: State, busy: Callable[[], bool]) -> None:
-        """Start the watchdog, where there are others to wait for."""
-        if self.world_size > 1 and self.connection is not None:
-            self._watchdog = Watchdog(state, busy, self.connection.store.clone(), self._timeout_s)
-            self._watchdog.start()
+        """Let the watchdog, if there are others to wait for, look at the run too."""
+        if self._watchdog is not None:
+            self._watchdog.watch(state, busy)
 
     def abort(self, error: BaseException) -> None:
         """Leave word in the store, where the watchdogs of the other ranks look."""
-        if self.world_size > 1 and self.connection is not None:
-            tell(self.connection.store, self.rank, error)
+        if self._watchdog is not None:
+            self._watchdog.abort(error)
 
     def axis_mesh(self, axis: str | None) -> DeviceMesh | None:
         """Return the mesh of one axis."""

@@ -35,12 +35,13 @@ class Lifetime:
         self._fitting = False  # whether a fit has ever begun, which plugins are told of when something fails
         self._working = False
         self._closing = False
+        self._passes = 0  # evaluations and predictions that are going on, perhaps between two steps of a fit
         self._suspended = False  # whether a fit waits for its next step to be asked for
 
     @property
     def busy(self) -> bool:
-        """Whether the trainer is at work: in a fit, but not while it waits to be asked for a step, or closing."""
-        return (self._working and not self._suspended) or self._closing
+        """Whether the trainer is at work, or closing; a fit that waits to be asked for its next step is not."""
+        return (self._working and not self._suspended) or self._passes > 0 or self._closing
 
     def refuse_closed(self, what: str) -> None:
         """Refuse to work when closed.
@@ -58,6 +59,7 @@ class Lifetime:
             after_first: Called after the first step, before it is given out.
         """
         self._fitting = True
+        self._suspended = False  # one that was left in the middle may have been
         begun = False
         try:
             with self._work():
@@ -79,14 +81,21 @@ class Lifetime:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Work on something inside the block; end in order after a signal, and tell the plugins of an error."""
+        self._passes += 1
         try:
             with self._work():
                 yield
         except BaseException as error:
             inside_fit = self._working and not self._suspended  # which tells the plugins itself
             if not (inside_fit or self._ended_in_order(error)):
-                self._tell(error)
+                if self._state.world_size > 1:  # the others wait for this one, and cannot go on without it
+                    self._fitting = True
+                    self.fail(error)
+                else:
+                    self._tell(error)
             raise
+        finally:
+            self._passes -= 1
 
     @contextmanager
     def _work(self) -> Iterator[None]:
@@ -125,6 +134,8 @@ class Lifetime:
         errors = call_all([partial(invoke, call, arguments) for call in calls])
         for error in errors:
             annotate(error, state)
+        if errors:
+            state.engine.abort(errors[0])
         errors += call_all([*self.at_close, state.engine.close])
         self._closing = False
         return errors

@@ -536,5 +536,7 @@ class Trainer:
         if error is None:
             self.close()
         else:
+            if not self._lifetime.closed:
+                self.state.engine.abort(error)
             for later in self._lifetime.close():
                 error.add_note(f"closing the trainer failed too: {type(later).__name__}: {later}")

@@ -79,7 +79,7 @@ class TorchrunLauncher(Launcher):
         starts = _Starts(job.max_restarts, reports)
         while True:
             ending = self._launch_once(replace(job, max_restarts=starts.max_restarts), starts, folder, reports)
-            if ending.code == EXIT_START_AGAIN and starts.is_smaller():
+            if ending.failed and starts.is_smaller():  # whatever its code: the rank may be on another machine
                 starts.max_restarts = starts.uncounted
             elif ending.failed and ending.code != EXIT_START_AGAIN and starts.uncounted and job.num_nodes == (1, 1):
                 starts.max_restarts = starts.uncounted - 1
