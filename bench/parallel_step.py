@@ -6,7 +6,8 @@
     kernel launch -n 2 bench/parallel_step.py --engines ddp,fsdp              # several ranks: against plain DDP by hand
 
 transformers' GPT-2 without dropout, AdamW, the same batches for all. The hand-written loop is plain torch: autocast, compile
-and activation checkpointing as asked for, on several ranks inside DistributedDataParallel. Each engine's run stands beside one
+and activation checkpointing as asked for, on several ranks inside DistributedDataParallel; with --like-for-like the loop that
+stands beside fsdp shards its blocks with fully_shard itself. Each engine's run stands beside one
 of the loop, in turns; figures are medians over the pairs [least, greatest]. The clock starts at the third step and stops when
 the device is done. MFU counts 6 floating point operations for each weight and token, and 12 for each layer, width, position and
 token of attention (Chowdhery et al., PaLM, 2022, appendix B), over the dense peak of the device in the table below; of an
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from kernel_core import Callback, Trainer, hookimpl
 from kernel_plugin_huggingface import HuggingFaceModel
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -81,7 +83,7 @@ class Case:
         torch.manual_seed(0)
         return GPT2LMHeadModel(self.config).to(self.device)
 
-    def by_hand(self) -> float:
+    def by_hand(self, shards: bool) -> float:
         """Return tokens a second of this rank in a plain loop."""
         model: Any = self.model()
         if self.arguments.checkpoint_activations:
@@ -92,7 +94,11 @@ class Case:
                 )
         if self.arguments.compile:
             model.compile()
-        if torch.distributed.is_initialized():
+        if shards:
+            for block in model.transformer.h:
+                fully_shard(block)
+            fully_shard(model)
+        elif torch.distributed.is_initialized():
             ids = None if self.device.type == "cpu" else [self.device]
             model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -146,6 +152,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "amp_bf16"], default="fp32")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpoint-activations", action="store_true")
+    parser.add_argument("--like-for-like", action="store_true")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
@@ -162,8 +169,9 @@ def main() -> None:
     for engine in engines:
         by_kernel: Callable[[], float] = lambda engine=engine: case.by_kernel(engine)  # type: ignore[misc] # noqa: E731
         by_kernel()  # joins the ranks, compiles
-        case.by_hand()
-        pairs = [(by_kernel(), case.by_hand()) for _ in range(arguments.pairs)]
+        shards = arguments.like_for_like and engine == "fsdp"
+        case.by_hand(shards)
+        pairs = [(by_kernel(), case.by_hand(shards)) for _ in range(arguments.pairs)]
         if speaks:
             ratio = figures([ours / theirs for ours, theirs in pairs], ".3f")
             speed = [ours for ours, _ in pairs]
