@@ -219,6 +219,34 @@ def test_a_split_model_trains_as_one_process_does() -> None:
     compare(split_cases(["fsdp_tp", "no_shard_tp"]), 4)
 
 
+def statistics_after_evaluation(engines: list[str]) -> list[list[float]]:
+    found = []
+    for name in engines:
+        model, data = make("resnet")
+        with Trainer(
+            model=model,
+            train_dataloader=DataLoader(data, 6, shuffle=True),  # type: ignore[arg-type]
+            eval_dataloader=DataLoader(data, 6),  # type: ignore[arg-type]
+            max_duration="3ba",
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            parallelism=ENGINES[name],
+            progress_bar=False,
+            device="cpu",
+            seed=5,
+        ) as trainer:
+            trainer.fit()
+        found.append([value for name, one in model.named_buffers() if "mean" in name for value in one.tolist()])
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_ranks_evaluate_with_the_statistics_of_the_first() -> None:
+    first, second = run_on_ranks(2, __file__, "statistics_after_evaluation", ["ddp", "full"])
+    assert first == second
+    assert first[0] != [0.0] * len(first[0])
+
+
 def compare_batch_norm(world_size: int, engines: list[str]) -> None:
     # Each rank normalises by its own batch, as torch does. One process that takes the batch in as many microbatches does
     # the same, up to the running statistics, of which rank 0's are kept.

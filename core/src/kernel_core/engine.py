@@ -142,6 +142,9 @@ class Engine(ABC):
         """Return ``batch -> outputs`` for training: ``model``, or something around it that has to see each pass."""
         return model
 
+    def begin_passes(self, model: nn.Module) -> None:  # noqa: B027
+        """Let every rank compute alike in the passes of an evaluation or prediction that begins."""
+
     def finish_passes(self) -> None:  # noqa: B027
         """Give back what passes without a backward pass have left in place. Called after an evaluation or prediction."""
 

@@ -27,6 +27,7 @@ from kernel_core.distributed.sharding import copy_part, shard_like
 from kernel_core.distributed.watchdog import Watchdog
 from kernel_core.engine import Engine, ModelTransform
 from kernel_core.errors import ParallelismError
+from kernel_core.shards import local
 from kernel_core.train.composer_keywords import KEYWORDS
 
 if TYPE_CHECKING:
@@ -129,6 +130,12 @@ class DistributedEngine(Engine):
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
         if self.world_size > 1:
             broadcast_from_first([tensor.detach() for tensor in tensors.values()])
+
+    @torch.no_grad()
+    def begin_passes(self, model: nn.Module) -> None:
+        """Give every rank rank 0's buffers: running statistics follow the batches of a rank."""
+        if self.world_size > 1:
+            broadcast_from_first([local(buffer) for buffer in model.buffers()])
 
     def prepare(self, model: nn.Module, device: torch.device, materialize: Callable[[nn.Module], None]) -> nn.Module:
         """Return the model itself: transforms have split it.

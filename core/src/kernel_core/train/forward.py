@@ -112,6 +112,7 @@ def run_pass(state: State, hooks: SimpleNamespace, job: Pass, ranks: Ranks | Non
         what = f"{job.prefix}_dataloader"
         rounds = ranks.agree_on_length(batches_within(data, job.limit), what, to_the_last=True)
         batches = ranks.in_step(batches, data, rounds, what, True, state.engine.needs_all_ranks)
+    state.engine.begin_passes(state.model)
     for batch in batches:
         started = time.perf_counter()
         absent = ranks is not None and ranks.absent
