@@ -44,9 +44,8 @@ class Ranks:
         if self._device.type != "cpu":
             self._facts, self._sum = self._facts.pin_memory(), self._sum.pin_memory()
         self._copied: Any = None
-        self._last: Any = (
-            None  # kept: gloo's thread must not be the one to free a tensor of Python's while that shuts down
-        )
+        # kept: gloo's thread must not be the one to free a tensor of Python's while that shuts down
+        self._last: Any = None
         # asked of the plan, which all ranks have alike, not of the logger, which hands on to nobody on most ranks
         self._reports = any(one.kind == "loggers" for one in state.plan.plugins)
         self._seconds = 0.0  # of the batch before: that of this one is not known when its facts are sent
