@@ -2,7 +2,6 @@ import os
 import random
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from itertools import chain
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +20,6 @@ from kernel_core.data.spec import (
     to_device,
 )
 from kernel_core.errors import DataError
-from kernel_core.storage import LocalStorage
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 Pair = namedtuple("Pair", "x y")
@@ -357,22 +355,3 @@ def test_a_spec_knows_its_length() -> None:
     assert DataSpec([1, 2, 3]).num_batches == 3
     assert DataSpec(iter([1])).num_batches is None
     assert DataSpec.of({"dataloader": [1], "num_samples": 4}).num_samples == 4
-
-
-def test_local_storage_writes_whole_files_and_stays_below_its_root(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path / "root")
-    storage.write("a/b.json", b"one")
-    storage.write("a/b.json", b"two")
-    storage.write("c", b"")
-    assert storage.read("a/b.json") == b"two"
-    assert list(storage.list()) == ["a/b.json", "c"]
-    assert list(storage.list("a")) == ["a/b.json"]
-    assert storage.exists("a")
-    storage.delete("a")
-    storage.delete("a")
-    assert not storage.exists("a/b.json")
-    with pytest.raises(FileNotFoundError):
-        storage.read("a/b.json")
-    with pytest.raises(ValueError, match="leads out of"):
-        storage.write("../elsewhere", b"")
-    assert [path.name for path in tmp_path.iterdir()] == ["root"]
