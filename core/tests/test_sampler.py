@@ -250,7 +250,7 @@ def test_a_rebuilt_loader_has_every_argument_of_the_one_it_was_made_from() -> No
         in_order=False,
     )
     made, _ = resumable_loader(loader, 7)
-    assert type(made) is DataLoader
+    assert isinstance(made, DataLoader)
     for name in inspect.signature(DataLoader.__init__).parameters:
         if name not in ("self", "shuffle", "sampler", "batch_sampler"):
             assert getattr(made, name) == getattr(loader, name), name

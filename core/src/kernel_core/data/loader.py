@@ -1,9 +1,8 @@
 """Loaders that go on in mid-epoch: torch's own samplers are replaced, everything else of the user's loader is kept.
 
-Randomness. The rebuilt loader keeps the user's ``generator``. Without one, DataLoader draws the seed of its workers from
-the global generator, one number each time workers start or, without workers, each epoch, as a plain loader does over an
-unshuffled data set; the order itself draws nothing. What a data set draws in worker processes follows from that seed and
-from how much each worker has read, so a run resumed in mid-epoch sees other noise for the rest of that epoch.
+Randomness. The order draws nothing. What a data set draws from the global generators while it reads a sample is a function
+of (seed, epoch, sample), see ``keyed``. The rebuilt loader keeps the user's ``generator``. Without one, DataLoader draws the
+seed of its workers from the global generator: one number for each iterator, with persistent workers for the first only.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from kernel_core.data.keyed import KeyedLoader, needs_keys
 from kernel_core.data.sampler import ResumableBatchSampler, ResumableSampler
 from kernel_core.errors import DataError
 
@@ -36,8 +36,8 @@ def resumable_loader(
     """Return a loader like ``loader`` whose order follows from (seed, epoch), and a line for the log or None.
 
     A plain DataLoader over a map-style data set, batched by torch from a RandomSampler without replacement or a
-    SequentialSampler, is copied with ``ResumableBatchSampler`` in it and so shared among the ranks. Anything else is
-    returned as it is; the line says why where a user should know.
+    SequentialSampler, is copied with ``ResumableBatchSampler`` in it and so shared among the ranks, and its data set's noise
+    is keyed by sample. Anything else is returned as it is; the line says why where a user should know.
 
     Args:
         loader: The user's loader; it is not changed.
@@ -61,7 +61,8 @@ def resumable_loader(
     theirs: Any = loader.batch_sampler
     order = _order_like(theirs.sampler, seed)
     batches = ResumableBatchSampler(order, batch_size, theirs.drop_last, rank=rank, world_size=world_size)
-    rebuilt = copy.copy(loader)  # every other argument, also of later releases of torch
+    # every other argument, also of later releases of torch
+    rebuilt = KeyedLoader.like(loader) if needs_keys(loader) else copy.copy(loader)
     # past the guard against assignment, which protects iterators that exist; a copy has none
     vars(rebuilt).update(sampler=order, batch_sampler=batches, batch_size=batch_size)
     return rebuilt, _what_was_done(loader, theirs.sampler, batches)
@@ -88,9 +89,13 @@ def begin_epoch(loader: Any, epoch: int, batch: int = 0) -> int:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the epoch to a loader and its samplers, each once, so that each epoch has an order of its own."""
+    """Tell the epoch to a loader, its data set and its samplers, each once, so that each epoch has an order of its own.
+
+    A data set in workers that persist is out of reach.
+    """
     batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    holders = (loader, getattr(loader, "dataset", None), *samplers)
     once = {id(holder): holder for holder in holders}  # a loader's sampler is often that of its batches
     for holder in once.values():
         tell = getattr(holder, "set_epoch", None)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence, Sized
 import torch
 from torch.utils.data import Sampler
 
+from kernel_core.data.keyed import EpochBatch
 from kernel_core.errors import DataError
 from kernel_core.train.randomness import keyed_generator
 
@@ -65,7 +66,7 @@ class ResumableSampler(Sampler[int]):
 
 
 class ResumableBatchSampler(Sampler[list[int]]):
-    """This rank's part of each global batch of an epoch, as lists of sample ids.
+    """This rank's part of each global batch of an epoch, as lists of sample ids that know their epoch (``EpochBatch``).
 
     The last global batch of an epoch may be short. It is shared evenly: a rank gets a sample less than another, and with
     fewer samples than ranks the last ranks get none and have one batch less. ``len`` is the number of global batches, the
@@ -133,7 +134,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
         order, size = self.sampler.order(epoch), self.global_batch_size
         for first in range(start * size, self._num_batches(len(order)) * size, size):
             if ids := share(order[first : first + size], self.rank, self.world_size):
-                yield list(ids)
+                yield EpochBatch(ids, self.sampler.seed, epoch)
 
     def _num_batches(self, num_samples: int) -> int:
         whole, rest = divmod(num_samples, self.global_batch_size)
