@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kernel_core.checkpoint.per_rank import PerRank as PerRank
+    from kernel_core.checkpoint.request import SaveRequest as SaveRequest
     from kernel_core.data.spec import DataSpec as DataSpec
     from kernel_core.engine import Engine as Engine
     from kernel_core.engine import ModelTransform as ModelTransform
@@ -46,7 +48,9 @@ _HOME = {
     "Logger": "logger",
     "LoggerDestination": "registry.base",
     "ModelTransform": "engine",
+    "PerRank": "checkpoint.per_rank",
     "Plan": "registry.plan",
+    "SaveRequest": "checkpoint.request",
     "State": "train.state",
     "SurgeryReport": "surgery",
     "Time": "timing",

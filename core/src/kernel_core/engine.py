@@ -19,6 +19,7 @@ from kernel_core.train.composer_keywords import KEYWORDS
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from kernel_core.checkpoint.writer import Board
     from kernel_core.train.place import Place
     from kernel_core.train.state import State
 
@@ -97,6 +98,10 @@ class Engine(ABC):
 
     def all_reduce(self, tensor: Tensor) -> None:  # noqa: B027
         """Add up ``tensor`` over all ranks, in place, without waiting for the device."""
+
+    def board(self, name: str) -> Board | None:
+        """Return a board on which threads of all ranks leave word for one another; None in one process."""
+        return None
 
     def watch(self, state: State, busy: Callable[[], bool]) -> None:  # noqa: B027
         """Begin to notice when ranks stand still, or when another one fails; ``close`` ends it.
@@ -231,18 +236,38 @@ class Engine(ABC):
         return {**packed, "state": state, "param_groups": groups}
 
     def load_optimizer_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, copy: bool = True
     ) -> None:
-        """Take what ``optimizer_state`` returned; whole tensors are sharded as their parameters are."""
+        """Take what ``optimizer_state`` returned; whole tensors are sharded as their parameters are.
+
+        Args:
+            model: What the optimizer trains.
+            optimizer: One of the run.
+            state: What was saved.
+            copy: Leave the tensors in ``state`` to the caller; else the optimizer goes on with them.
+
+        Raises:
+            ValueError: its groups hold other parameters than the optimizer's.
+        """
         names = _names_in_order(model, optimizer)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         index_of = {name: index for index, name in enumerate(names)}
+        saved_groups = {frozenset(group["params"]): group for group in state["param_groups"]}
+        groups, start = [], 0
+        for group in optimizer.param_groups:
+            members = names[start : start + len(group["params"])]
+            saved = saved_groups.get(frozenset(members))
+            if saved is None or len(saved_groups) != len(optimizer.param_groups):
+                raise ValueError(f"no saved group holds just {members[:3]} and {max(len(members) - 3, 0)} more.")
+            # in the order of the optimizer, which is how torch tells parameters apart
+            groups.append({**saved, "params": list(range(start, start + len(members)))})
+            start += len(members)
         entries = {
-            index_of[name]: {key: self.like(value, parameters[name]) for key, value in of.items()}
+            index_of[name]: {key: self.like(value, parameters[name], copy) for key, value in of.items()}
             for name, of in state["state"].items()
         }
-        groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in state["param_groups"]]
         optimizer.load_state_dict({**state, "state": entries, "param_groups": groups})
+        _keep_dtypes(optimizer, entries)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return a copy of the whole of ``tensor`` on the CPU; a collective where it is sharded."""
@@ -252,9 +277,9 @@ class Engine(ABC):
         """Copy ``whole``, or this rank's part of it, into ``target``."""
         target.copy_(whole)
 
-    def like(self, value: Any, parameter: Tensor) -> Any:
-        """Return a copy of ``value``, of a parameter's optimizer state, sharded as the parameter is."""
-        return value.clone() if isinstance(value, Tensor) else value
+    def like(self, value: Any, parameter: Tensor, copy: bool = True) -> Any:
+        """Return ``value``, of a parameter's optimizer state, sharded as the parameter is; a ``copy`` or perhaps itself."""
+        return value.clone() if copy and isinstance(value, Tensor) else value
 
     def close(self) -> None:  # noqa: B027
         """Give back what ``connect`` and ``prepare`` took. May be called twice."""
@@ -264,6 +289,16 @@ def _names_in_order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     """Return the names of the optimizer's parameters in the order in which it counts them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, entries: Mapping[int, Mapping[str, Any]]) -> None:
+    """Give state its own dtype back where torch has converted it to that of the parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, entry in entries.items():
+        loaded = optimizer.state[parameters[index]]
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
 
 
 class SingleEngine(Engine):

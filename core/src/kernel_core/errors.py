@@ -68,6 +68,42 @@ class ParallelismError(KernelError, ValueError):
     """Processes, machines, mesh and model do not fit together."""
 
 
+class CheckpointError(KernelError):
+    """A checkpoint cannot be saved, found, read or used."""
+
+
+class UnsavableError(CheckpointError, TypeError):
+    """Something in the state of a run cannot be expressed in a checkpoint."""
+
+
+class SaveFailedError(CheckpointError):
+    """Writing a checkpoint failed; those before it are as they were."""
+
+    exit_code = 1
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was asked for."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """A file is not what a checkpoint consists of, or of a newer version."""
+
+
+class CheckpointCorruptError(CheckpointError, ValueError):
+    """A checkpoint is damaged: a file is missing, or its content is not what was written."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint does not fit the model, the optimizers, the plugins or the data of the run that loads it."""
+
+
+class RepeatedFailureError(CheckpointError):
+    """The run failed twice in the same way at the same place, so that starting again would not help."""
+
+    exit_code = 1
+
+
 class StartAgain(KernelError):
     """All ranks have to end and start again with smaller microbatches.
 
@@ -87,12 +123,60 @@ class LaunchError(KernelError):
 
 
 class Interrupted(SystemExit):
-    """The run ended early and in order because of a signal. As a ``SystemExit`` it ends a script with 128 + the signal.
+    """The run ended early and in order because of a signal.
+
+    As a ``SystemExit`` it ends a script: with 75 if it can go on from a durable checkpoint, else with 128 + the signal.
 
     Attributes:
         signal: The number of the signal.
+        checkpoint: The checkpoint from which the run goes on as if nothing had happened; None if there is none.
     """
 
-    def __init__(self, signal: int) -> None:
-        super().__init__(128 + signal)
+    def __init__(self, signal: int, checkpoint: str | None = None) -> None:
+        super().__init__(128 + signal if checkpoint is None else EXIT_INTERRUPTED)
         self.signal = signal
+        self.checkpoint = checkpoint
+
+
+class StorageError(KernelError):
+    """A file or object could not be read or written. The subclasses say what a user can do about it."""
+
+
+class StorageMissingError(StorageError, FileNotFoundError):
+    """There is nothing under the key. Never raised because the store could not be asked."""
+
+
+class StorageForbiddenError(StorageError, PermissionError):
+    """Credentials are missing or wrong, or do not allow the operation."""
+
+
+class StorageTransientError(StorageError):
+    """The store was busy, out of reach, too slow, or broke off. Trying again later may succeed.
+
+    Attributes:
+        attempts: How often it was tried.
+    """
+
+    def __init__(self, message: str, attempts: int = 1) -> None:
+        super().__init__(message)
+        self.attempts = attempts
+
+
+class StorageExistsError(StorageError, FileExistsError):
+    """Something is stored under the key already."""
+
+
+class StorageConflictError(StorageError):
+    """Somebody else changed what is stored under the key in the meantime."""
+
+
+class StorageFullError(StorageError):
+    """The disk is full, or a quota is used up."""
+
+
+class StorageKeyError(StorageError, ValueError):
+    """A key cannot be one, or leads out of the storage."""
+
+
+class StorageRootError(StorageError):
+    """The bucket does not exist or lies elsewhere, or the URL names none. Not a missing object: nothing can be found."""

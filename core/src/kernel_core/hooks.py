@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from kernel_core.checkpoint.request import SaveRequest
+    from kernel_core.checkpoint.writer import Saved
     from kernel_core.logger import Logger
     from kernel_core.registry.plan import HookAdder
     from kernel_core.surgery import SurgeryReport
@@ -351,6 +353,32 @@ def iteration_end(state: State, logger: Logger) -> None:
 @hookspec()
 def iteration_checkpoint(state: State, logger: Logger) -> None:
     """Fires after ``iteration_end``."""
+
+
+@hookspec()
+def checkpoint_folder(run_name: str) -> str | None:  # type: ignore[empty-body]
+    """Return the folder, a path or URL, in which this plugin keeps the checkpoints of that run, so that it can be resumed.
+
+    Fires before anything starts, where the run looks for a checkpoint of its own (``autoresume``).
+    """
+
+
+@hookspec()
+def should_save(state: State, event: str) -> SaveRequest | None:  # type: ignore[empty-body]
+    """Return what to save now, or None. The kernel captures the run right then, and writes it while training goes on.
+
+    Fires when every answer to the hook that ``event`` names has returned: ``batch_checkpoint``, ``epoch_checkpoint``,
+    ``iteration_checkpoint``, ``fit_end``; with ``interrupted`` when a signal ends the run, and with ``finished`` where a fit
+    finds nothing left to train. Every rank must answer alike.
+    """
+
+
+@hookspec(closes="should_save")
+def checkpoint_saved(state: State, logger: Logger, checkpoint: Saved) -> None:
+    """Fires when a checkpoint is durable, at the first step boundary at which every rank knows of it. Forward.
+
+    One that could not be written fires nothing: the run fails, at such a boundary too.
+    """
 
 
 @hookspec(closes="fit_start")

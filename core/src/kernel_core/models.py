@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,6 +59,14 @@ class TrainableModel(nn.Module, ABC):
             NotImplementedError: the model has metrics and does not say what they are computed from.
         """
         raise NotImplementedError(f"{type(self).__name__} has metrics but does not define update_metric.")
+
+    def export_form(self) -> Mapping[str, Any] | None:
+        """Return how another library reads this model, for ``kernel checkpoint export``. Every checkpoint keeps it.
+
+        ``{"format": the library, "prefix": what its names of tensors lack, "files": {file name: document}}``, documents being
+        what JSON holds. None, the default, if no other library reads it.
+        """
+        return None
 
 
 class Classifier(TrainableModel):

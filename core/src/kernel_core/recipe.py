@@ -17,6 +17,7 @@ from kernel_core.errors import ConfigError, PluginLoadError
 from kernel_core.naming import did_you_mean, normalize
 from kernel_core.registry.discovery import find, installed_plugins
 from kernel_core.registry.options import bind_options
+from kernel_core.train.composer_keywords import KEYWORDS, SAVE_OPTIONS
 
 Config = dict[str, Any]
 
@@ -50,10 +51,37 @@ def _logging(folder: str = "runs", progress_bar: bool = True) -> None:
     """The keys of the section ``logging``: where the command keeps runs, and whether it shows a bar."""
 
 
+def _checkpoint(
+    enabled: bool = True,
+    save_folder: str | None = None,
+    save_filename: str | None = None,
+    save_latest_filename: str | None = None,
+    save_interval: int | str | None = None,
+    save_overwrite: bool | None = None,
+    save_weights_only: bool | None = None,
+    save_ignore_keys: list[str] | None = None,
+    save_num_checkpoints_to_keep: int | None = None,
+    load_path: str | None = None,
+    load_weights_only: bool = False,
+    load_strict_model_weights: bool = True,
+    load_ignore_keys: list[str] | None = None,
+    load_exclude_algorithms: list[str] | None = None,
+    load_allow_changes: list[str] | None = None,
+    load_locked: bool = False,
+    autoresume: bool = False,
+) -> None:
+    """The keys of the section ``checkpoint``: arguments of Trainer, and whether the run saves itself at all."""
+
+
 NAMED = ("model", "data", "optimizer", "scheduler")
-CHECKED: Mapping[str, Callable[..., None]] = {"train": _train, "eval": _eval, "logging": _logging}
+CHECKED: Mapping[str, Callable[..., None]] = {
+    "train": _train,
+    "eval": _eval,
+    "checkpoint": _checkpoint,
+    "logging": _logging,
+}
 KIND_OF = {"model": "models", "data": "data"}
-SECTIONS = (*NAMED, "train", "eval", "plugins", "parallelism", "logging")
+SECTIONS = (*NAMED, "train", "eval", "plugins", "parallelism", "checkpoint", "logging")
 
 
 @dataclass(frozen=True)
@@ -161,13 +189,35 @@ def plugin_requests(plugins: Mapping[str, Mapping[str, Any] | None]) -> list[tup
     return requests
 
 
-def build_trainer(config: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]], **overrides: Any) -> Any:
+def plugin_label(key: str) -> str:
+    """Return what ``-o`` calls a plugin of the ``plugins`` section: the id of ``id=name``, else its name alone."""
+    plugin_id = key.partition("=")[0]
+    return normalize(plugin_id if "=" in key else key.rpartition(":")[2])
+
+
+def with_saver(config: Mapping[str, Any]) -> Config:
+    """Return ``config`` with the plugin that saves among its plugins, if its section ``checkpoint`` says where to.
+
+    What the section ``plugins`` says of it wins. With ``checkpoint.enabled`` false it is taken out.
+    """
+    section, plugins = config.get("checkpoint", {}), dict(config.get("plugins", {}))
+    saver = KEYWORDS["save_folder"].plugin
+    key = next((one for one in plugins if plugin_label(one) == saver), None)
+    if not section.get("enabled", True):
+        plugins.pop(key, None)  # type: ignore[arg-type]
+    elif key is not None or "save_folder" in section:
+        options = {SAVE_OPTIONS[name]: value for name, value in section.items() if name in SAVE_OPTIONS}
+        plugins[key or saver] = {**options, **(plugins.get(key or saver) or {})}
+    return {**config, "plugins": plugins}
+
+
+def build_trainer(config: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]], /, **overrides: Any) -> Any:
     """Build model and data and return the Trainer of a complete document.
 
     Args:
         config: All sections, merged; ``train.seed`` must be set.
         functions: The recipe's functions.
-        overrides: More arguments for Trainer.
+        overrides: More arguments for Trainer. Checkpoints keep its ``config``, which is the document unless given here.
 
     Raises:
         KernelError: whatever in the document cannot be used.
@@ -189,7 +239,9 @@ def build_trainer(config: Mapping[str, Any], functions: Mapping[str, Callable[..
     scheduler = (
         _call("scheduler", config, {**SCHEDULES, **functions}, train["seed"]) if config.get("scheduler") else None
     )
-    evaluation = config.get("eval", {})
+    evaluation, checkpoint = config.get("eval", {}), config.get("checkpoint", {})
+    loading = {key: value for key, value in checkpoint.items() if key.startswith("load_") or key == "autoresume"}
+    loading = {key: value for key, value in loading.items() if value is not None}
     return Trainer(
         model=model,
         train_dataloader=data.train,
@@ -198,9 +250,9 @@ def build_trainer(config: Mapping[str, Any], functions: Mapping[str, Callable[..
         eval_subset_num_batches=evaluation.get("subset_num_batches", -1),
         optimizers=lambda parameters: optimizer(parameters, **options),
         schedulers=scheduler,
-        plugins=plugin_requests(config.get("plugins", {})),
+        plugins=plugin_requests(with_saver(config)["plugins"]),
         parallelism=config.get("parallelism") or None,
-        **{**train, **overrides},
+        **{"config": config, **train, **loading, **overrides},
     )
 
 

@@ -7,7 +7,7 @@ costs a tenth of a microsecond; ``Timestamp`` is the immutable picture of them t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -283,6 +283,32 @@ class Timestamp:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("a timestamp does not change")
+
+    @classmethod
+    def of(cls, counts: Sequence[int | float]) -> Timestamp:
+        """Return the timestamp with those ``counts``, in the order of the fields.
+
+        Raises:
+            ValueError: there are more or fewer of them, or one is no number of at least 0.
+        """
+        return cls.from_json(dict(zip(_FIELDS, counts, strict=True)))
+
+    def to_json(self) -> dict[str, int | float]:
+        """Return the counts that are not 0, by field."""
+        return {name: count for name, count in zip(_FIELDS, self.counts, strict=True) if count}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, int | float]) -> Timestamp:
+        """Return the timestamp with those counts.
+
+        Raises:
+            ValueError: one is no number of at least 0; clocks may have a fraction.
+        """
+        for name, count in fields.items():
+            kinds = (int, float) if name.endswith("_wct") else (int,)
+            if type(count) not in kinds or not 0 <= count < 2**63:
+                raise ValueError(f"timestamp: {name} is {count!r}. Expected a number of at least 0.")
+        return cls(**fields)
 
     def get(self, unit: TimeUnit | str) -> Time:
         """Return the total in ``unit``; seconds are whole.

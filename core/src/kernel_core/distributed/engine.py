@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from kernel_core.distributed.board import Board
 from kernel_core.distributed.connection import (
     Connection,
     broadcast_from_first,
@@ -101,6 +102,13 @@ class DistributedEngine(Engine):
         """Add up ``tensor`` over all ranks."""
         dist.all_reduce(tensor)
 
+    def board(self, name: str) -> Board | None:
+        """Return a board over a connection of its own to the store of the run."""
+        if self.world_size == 1:
+            return None
+        assert self.connection is not None
+        return Board(self.connection.store.clone(), name)
+
     def watch(self, state: State, busy: Callable[[], bool]) -> None:
         """Let the watchdog, if there are others to wait for, look at the run too."""
         if self._watchdog is not None:
@@ -186,9 +194,9 @@ class DistributedEngine(Engine):
         """Copy this rank's part."""
         copy_part(whole, target)
 
-    def like(self, value: Any, parameter: Tensor) -> Any:
-        """Return a copy of ``value`` sharded as ``parameter`` is, if it has its shape."""
-        return super().like(shard_like(value, parameter), parameter)
+    def like(self, value: Any, parameter: Tensor, copy: bool = True) -> Any:
+        """Return ``value`` sharded as ``parameter`` is, if it has its shape."""
+        return super().like(shard_like(value, parameter), parameter, copy)
 
     def close(self) -> None:
         """Let go of the run. The process group stays for later trainers, and is left when the process ends."""

@@ -61,6 +61,10 @@ class Plugin(metaclass=PluginType):
         after: Plugin names, or ``role:`` words, that must run earlier.
         conflicts: Plugin names, or ``role:`` words, that must not be active; on a role the plugin itself provides it
             means every other provider.
+        structural: Whether it changes the model so that a checkpoint fits only a model changed alike: it is applied again
+            when one is loaded, even if nobody names it.
+        affects_training: Whether a run that is resumed must have it too, with the same options.
+        may_change: Names of options that may be others when a run is resumed.
         hook_api: The level of the hook interface the plugin was written for.
     """
 
@@ -72,6 +76,9 @@ class Plugin(metaclass=PluginType):
     before: Iterable[str] = frozenset()
     after: Iterable[str] = frozenset()
     conflicts: Iterable[str] = frozenset()
+    structural: ClassVar[bool] = False
+    affects_training: ClassVar[bool] = True
+    may_change: Iterable[str] = frozenset()
     hook_api: int = HOOK_API
 
     def active_hooks(self) -> Iterable[str] | None:
@@ -87,12 +94,17 @@ class Plugin(metaclass=PluginType):
     def state_dict(self) -> dict[str, Any]:
         """Return what must be restored for a resumed run to go on as if it had not stopped: plain data and tensors.
 
-        Asked between batches only. What depends on the options alone does not belong here.
+        Asked between batches only, on every rank. What depends on the options alone does not belong here. Of several ranks
+        rank 0's is kept, with every rank's shards of DTensors; what differs from rank to rank is wrapped in ``PerRank``.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` returned, between ``before_load`` and ``after_load``."""
+        """Take what ``state_dict`` returned, between ``before_load`` and ``after_load``.
+
+        Tensors are the plugin's own, on the CPU; one saved under the name of a parameter, and of its shape, is placed and
+        sharded as that parameter is.
+        """
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -126,6 +138,7 @@ class LoggerDestination(Plugin):
 
     kind = "loggers"
     every_rank: ClassVar[bool] = False
+    affects_training = False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
         """Take ``metrics``, name to scalar (a number or a 0-d tensor), of batch ``step``."""

@@ -62,6 +62,8 @@ class ActivePlugin:
             "version": self.version,
             "hash": _digest_of(self.distribution) if self.distribution else None,
             "options": to_json(self.plugin.options),
+            "structural": self.plugin.structural,
+            "affects_training": self.plugin.affects_training,
         }
 
 

@@ -24,7 +24,7 @@ from kernel_core.registry.base import Plugin
 from kernel_core.registry.discovery import installed_plugins
 from kernel_core.registry.plan import ActivePlugin, PluginRequest, resolve
 from kernel_core.timing import Time, TimeUnit
-from kernel_core.train.composer_keywords import KEYWORDS
+from kernel_core.train.composer_keywords import KEYWORDS, SAVE_OPTIONS
 from kernel_core.train.forward import check_size
 from kernel_core.train.shared_microbatch import first_size
 from kernel_core.train.state import State
@@ -79,6 +79,30 @@ def with_defaults(active: list[ActivePlugin], keywords: Sequence[str]) -> list[A
     wanted = [KEYWORDS[keyword] for keyword in keywords]
     extra = [key.plugin for key in wanted if key.plugin not in names and (key.kind, key.plugin) in installed]
     return resolve(extra, active=active)
+
+
+def with_saver(active: list[ActivePlugin], given: Mapping[str, Any]) -> list[ActivePlugin]:
+    """Add the plugin that the ``save_`` arguments stand for, unless it is there already.
+
+    Raises:
+        TrainerError: there are such arguments without ``save_folder``.
+        PluginNotFoundError: it is not installed.
+    """
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if not wanted:
+        return active
+    if "save_folder" not in wanted:
+        raise TrainerError(
+            f"{next(iter(wanted))}: says how checkpoints are saved, and not where. Expected save_folder=<path or URL> beside it."
+        )
+    keyword = KEYWORDS["save_folder"]
+    if any(one.plugin.name == keyword.plugin for one in active):
+        raise TrainerError(
+            f"save_folder: {keyword.plugin!r} is among the plugins already. Expected one of them. Leave save_folder out, and "
+            "give its options to the plugin."
+        )
+    options = {SAVE_OPTIONS[name]: value for name, value in wanted.items()}
+    return resolve([(keyword.plugin, options)], (keyword.kind,), active)
 
 
 def _devices(model: torch.nn.Module) -> set[torch.device]:
@@ -158,11 +182,16 @@ def show_log(level: Any) -> None:
     logging.getLogger("kernel_core").setLevel(name)
 
 
-def default_run_name() -> str:
-    """Return ``COMPOSER_RUN_NAME`` or ``RUN_NAME`` of the environment, else a fresh name that sorts by time."""
+def name_of_environment() -> str | None:
+    """Return ``COMPOSER_RUN_NAME`` or ``RUN_NAME`` of the environment, None if neither is set."""
     name = os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
     check_run_name(name)
-    return name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return name
+
+
+def fresh_run_name() -> str:
+    """Return a name that sorts by time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def unwrap_compiled(

@@ -21,6 +21,19 @@ KEYWORDS = {
     "parallelism_config.fsdp": Keyword("parallelism", "fsdp"),
     "parallelism_config.fsdp2": Keyword("parallelism", "fsdp"),
     "parallelism_config.tp": Keyword("parallelism", "tensor_parallel"),
+    "save_folder": Keyword("callbacks", "checkpoint_saver"),
     "several_ranks": Keyword("parallelism", "ddp"),
     "progress_bar": Keyword("loggers", "progress_bar"),
+}
+
+# keywords of the trainer that are options of the plugin behind ``save_folder``
+SAVE_OPTIONS = {
+    "save_folder": "folder",
+    "save_filename": "filename",
+    "save_latest_filename": "latest_filename",
+    "save_overwrite": "overwrite",
+    "save_interval": "save_interval",
+    "save_weights_only": "weights_only",
+    "save_ignore_keys": "ignore_keys",
+    "save_num_checkpoints_to_keep": "num_checkpoints_to_keep",
 }

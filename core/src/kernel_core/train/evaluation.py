@@ -37,6 +37,7 @@ class Evaluations:
         self._state, self._evaluate = state, evaluate
         self._due: dict[str, list[tuple[Evaluator, Callable[[], bool]]]] = {"batch": [], "epoch": [], "iteration": []}
         self._last: dict[str, int] = {}
+        self._missed: list[str] = []
         self._active: list[Evaluator] = []
         for evaluator in state.evaluators:
             interval = default_interval if evaluator.eval_interval is None else evaluator.eval_interval
@@ -71,11 +72,35 @@ class Evaluations:
         now = self._state.progress.batch
         self._run([evaluator for evaluator in self._active if self._last.get(evaluator.label) != now])
 
+    def run_missed(self) -> None:
+        """Run those that were due when a signal ended the run that is resumed."""
+        missed, self._missed = self._missed, []
+        self._run([evaluator for evaluator in self._active if evaluator.label in missed])
+
     def _run(self, due: list[Evaluator]) -> bool:
-        if due:
-            self._evaluate(due)
+        if not due:
+            return False
+        self._evaluate(due)
+        if self._state.interrupted is None:
             self._last |= {evaluator.label: self._state.progress.batch for evaluator in due}
-        return bool(due)
+        else:  # whichever of them were complete: they are run again when the run is resumed
+            self._missed = [evaluator.label for evaluator in due]
+        return True
+
+    def memory(self) -> dict[str, Any]:
+        """Return what a resumed run has to know: which evaluators ran at which batch, and which were due and did not."""
+        return {"evaluated": dict(self._last), "missed": list(self._missed)}
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Take what ``memory`` returned."""
+        self._last = dict(memory.get("evaluated", {}))
+        self._missed = list(memory.get("missed", []))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every evaluator has seen the model as it is."""
+        now = self._state.progress.batch
+        return not self._missed and all(self._last.get(evaluator.label) == now for evaluator in self._active)
 
 
 def evaluate(

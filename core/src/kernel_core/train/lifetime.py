@@ -23,14 +23,21 @@ class Lifetime:
 
     Attributes:
         begun: The ids of the plugins that had their ``init``, so that only they are closed.
+        before_close: Called first when the trainer closes, with whether it failed.
+        at_failure: Told of the error that ended the run.
         at_close: What else is put back when the trainer closes.
+        checkpoint: The command or advice that goes on from a durable checkpoint of the step the run ended at, if there is one.
         closed: Whether it is.
     """
 
     def __init__(self, state: State, logger: Logger) -> None:
         self._state, self._logger = state, logger
         self.begun: set[str] = set()
+        self.before_close: list[Callable[[bool], None]] = []
+        self.at_failure: list[Callable[[BaseException], None]] = []
         self.at_close: list[Callable[[], None]] = []
+        self.checkpoint: Callable[[], str | None] = lambda: None
+        self._failed = False
         self.closed = False
         self._fitting = False  # whether a fit has ever begun, which plugins are told of when something fails
         self._working = False
@@ -62,7 +69,7 @@ class Lifetime:
         self._suspended = False  # one that was left in the middle may have been
         begun = False
         try:
-            with self._work():
+            with self._work(fitting=True):
                 for _ in steps:
                     if not begun:
                         after_first()
@@ -98,7 +105,7 @@ class Lifetime:
             self._passes -= 1
 
     @contextmanager
-    def _work(self) -> Iterator[None]:
+    def _work(self, fitting: bool = False) -> Iterator[None]:
         """Note signals inside the block; after one, close and raise ``Interrupted``."""
         if self._working:  # inside another such block, which sees to it
             yield
@@ -115,9 +122,10 @@ class Lifetime:
         finally:
             self._working = False
         if state.wanted_signal is not None or state.interrupted is not None:
+            saved = self.checkpoint() if fitting else None
             log.warning("the run %r ended after batch %d.", state.run_name, state.progress.batch)
             self.close()
-            raise Interrupted(state.interrupted or state.wanted_signal or 0)
+            raise Interrupted(state.interrupted or state.wanted_signal or 0, saved)
 
     def _ended_in_order(self, error: BaseException) -> bool:
         """Whether ``error`` says that a signal ended the work; not that a second one tore it apart."""
@@ -130,8 +138,9 @@ class Lifetime:
         self.closed = self._closing = True
         state = self._state
         arguments = {"state": state, "logger": self._logger}
+        errors = call_all([partial(call, self._failed) for call in self.before_close])
         calls = [call for call in state.plan.calls("close") if call.plugin in self.begun]
-        errors = call_all([partial(invoke, call, arguments) for call in calls])
+        errors += call_all([partial(invoke, call, arguments) for call in calls])
         for error in errors:
             annotate(error, state)
         if errors:
@@ -143,7 +152,9 @@ class Lifetime:
     def fail(self, error: BaseException) -> None:
         """Tell the plugins, close, and raise everything together if that fails too."""
         annotate(error, self._state)
+        self._failed = True
         self._state.engine.abort(error)
+        call_all([partial(call, error) for call in self.at_failure])
         later = (self._tell(error) if self._fitting and not self.closed else []) + self.close()
         if later:
             raise BaseExceptionGroup("the run failed, and so did closing it", [error, *later])

@@ -11,10 +11,10 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kernel_core.data.loader import begin_epoch
+from kernel_core.checkpoint.saving import Saves
+from kernel_core.data.position import enter_epoch
 from kernel_core.data.prefetch import DevicePrefetcher, safe_depth
 from kernel_core.data.spec import DataSpec
 from kernel_core.errors import DataError
@@ -40,6 +40,8 @@ def training_steps(
     read: Callable[..., Any] = next,
     step_schedulers_every_batch: bool = True,
     ranks: Ranks | None = None,
+    saves: Saves | None = None,
+    resume: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Train until ``state.max_duration``; yields after every batch, at a point where the run could be saved.
 
@@ -54,6 +56,8 @@ def training_steps(
         read: ``next``, or something around it.
         step_schedulers_every_batch: Whether torch's schedulers are stepped by batch or by epoch.
         ranks: The other ranks; None in a run of one process.
+        saves: Saves the run where policies ask for it; None if there are none.
+        resume: Puts back what a resumed run goes on with, once, when everybody had a chance to draw and to set up.
     """
     progress, optimizers = state.progress, state.optimizers
     count_samples, count_tokens = data.get_num_samples_in_batch, data.get_num_tokens_in_batch
@@ -64,14 +68,21 @@ def training_steps(
     listening = logger.listening
     before_dataloader, batch_end, batch_checkpoint = hooks.before_dataloader, hooks.batch_end, hooks.batch_checkpoint
 
+    if saves is not None:
+        saves.settle()  # a fit that was left in the middle may have begun to write one
     # fit start: the plan is fixed, the model final; resumed runs enter the epoch they left
     watch.look("the start of fit")
     for call in hooks.fit_start:
         call()
     state.model.train()
     announced = -1
+    if resume is not None:
+        resume()
+        evaluations.run_missed()
+        if epochs_in_iteration and progress.epoch_in_iteration >= epochs_in_iteration:
+            _finish_iteration(state, hooks, evaluations, saves)
     last, state.time_out_s = time.perf_counter(), 0.0
-    while not state.stopped:
+    while not state.stopped or _owes_epoch_end(state):
         announced = _start_iteration(state, hooks, announced)
         if progress.batch_in_epoch == 0:
             watch.look(f"epoch {progress.epoch}")
@@ -125,8 +136,10 @@ def training_steps(
                 ranks.agree_to_stop()
             for call in batch_checkpoint:
                 call()
+            if saves is not None:
+                saves.at("batch_checkpoint")
             if tokens_in_iteration and progress.token_in_iteration >= tokens_in_iteration:
-                _finish_iteration(state, hooks, evaluations)
+                _finish_iteration(state, hooks, evaluations, saves)
             paused = time.perf_counter()
             yield
             state.time_out_s += time.perf_counter() - paused
@@ -145,16 +158,21 @@ def training_steps(
         evaluations.run_due("epoch")
         for call in hooks.epoch_checkpoint:
             call()
+        if saves is not None:
+            saves.at("epoch_checkpoint")
         if epochs_in_iteration and progress.epoch_in_iteration >= epochs_in_iteration:
-            _finish_iteration(state, hooks, evaluations)
+            _finish_iteration(state, hooks, evaluations, saves)
         if ranks is not None:
             ranks.agree_to_stop()
 
     if ranks is not None:
         ranks.agree_to_stop()
     watch.look("the end of fit")
-    if state.interrupted is not None:
-        return  # in order, and early: what belongs to a finished run does not happen
+    if state.interrupted is not None:  # in order, and early: what belongs to a finished run does not happen
+        if saves is not None:
+            saves.at("interrupted")
+            saves.settle()
+        return
 
     # fit end: what was not evaluated since the last batch is evaluated now, so that fit_end sees the final metrics
     if progress.batch_in_epoch:
@@ -164,6 +182,14 @@ def training_steps(
         optimizer.zero_grad()
     for call in hooks.fit_end:
         call()
+    if saves is not None:
+        saves.at("fit_end")
+        saves.settle()
+
+
+def _owes_epoch_end(state: State) -> bool:
+    """Whether every batch of an epoch is done but not its end: so a run is that was resumed just there."""
+    return 0 < state.progress.batch_in_epoch == state.dataloader_len
 
 
 def _start_iteration(state: State, hooks: SimpleNamespace, announced: int) -> int:
@@ -176,13 +202,15 @@ def _start_iteration(state: State, hooks: SimpleNamespace, announced: int) -> in
     return number
 
 
-def _finish_iteration(state: State, hooks: SimpleNamespace, evaluations: Evaluations) -> None:
+def _finish_iteration(state: State, hooks: SimpleNamespace, evaluations: Evaluations, saves: Saves | None) -> None:
     state.progress.finish_iteration()
     for call in hooks.iteration_end:
         call()
     evaluations.run_due("iteration")
     for call in hooks.iteration_checkpoint:
         call()
+    if saves is not None:
+        saves.at("iteration_checkpoint")
 
 
 def _batches(data: DataSpec, state: State, ranks: Ranks | None) -> Iterator[Any]:
@@ -190,17 +218,11 @@ def _batches(data: DataSpec, state: State, ranks: Ranks | None) -> Iterator[Any]
 
     Several ranks read in step: as long as one has a batch, all have.
     """
-    done, length, loader = state.progress.batch_in_epoch, state.dataloader_len, data.dataloader
-    skipped = begin_epoch(loader, state.progress.epoch, done)
-    generator = torch.get_rng_state() if done else None
-    batches = iter(loader)
-    if generator is not None:
-        torch.set_rng_state(generator)  # a DataLoader draws a seed for its workers; this epoch's is drawn already
-    if batches is loader or not state.spin_dataloaders:
-        skipped = 0  # an iterator goes on where it is
+    done, length = state.progress.batch_in_epoch, state.dataloader_len
+    batches = enter_epoch(data.dataloader, state.progress.epoch, done, skip=state.spin_dataloaders)
     rounds = None if length is None else max(length - done, 0)
-    batches = islice(batches, skipped, None if rounds is None else skipped + rounds)
-    if state.device.type != "cpu" and (depth := safe_depth(loader)):
+    batches = islice(batches, rounds)
+    if state.device.type != "cpu" and (depth := safe_depth(data.dataloader)):
         batches = iter(DevicePrefetcher(batches, state.device, depth, data.batch_transforms))
     elif data.batch_transforms is not None:
         batches = map(data.batch_transforms, batches)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -52,21 +53,44 @@ def forked_randomness(*key: object) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
+def randomness_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """Return the state of the global generators of Python, NumPy and torch, and of ``devices``: plain data and tensors."""
+    kind, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, *rest),
+        "torch": torch.get_rng_state(),
+        "devices": {},
+    }
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            state["devices"][str(device)] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore_randomness(state: Mapping[str, Any]) -> None:
+    """Put back what ``randomness_state`` returned; what it has of devices that are not there is left out."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    present = accelerators()
+    for name, device_state in state["devices"].items():
+        device = torch.device(name)
+        if device in present:
+            torch.get_device_module(device).set_rng_state(device_state, device)
+
+
+def accelerators() -> list[torch.device]:
+    """Return every accelerator that this process sees."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+    return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+
+
 def capture_randomness() -> Callable[[], None]:
     """Remember the state of the global generators of Python, NumPy and torch (all devices); the result puts it back."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    module: Any = torch.get_device_module()
-    devices = list(range(torch.accelerator.device_count())) if torch.accelerator.is_available() else []
-    device_states = [module.get_rng_state(device) for device in devices]
-
-    def restore() -> None:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        for device, device_state in zip(devices, device_states, strict=True):
-            module.set_rng_state(device_state, device)
-
-    return restore
+    return partial(restore_randomness, randomness_state(accelerators()))
 
 
 def deterministic_mode() -> Callable[[], None]:

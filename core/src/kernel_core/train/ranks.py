@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from kernel_core.data.spec import DataSpec
 from kernel_core.errors import DataError
+from kernel_core.train.randomness import forked_randomness
 from kernel_core.train.state import State
 
 log = logging.getLogger(__name__)
-WEIGHT, SAMPLES, TOKENS, SECONDS, ENDED, STOP, SIGINT, SIGTERM = range(8)
-NUM_FACTS = 8
+WEIGHT, SAMPLES, TOKENS, SECONDS, ENDED, STOP, SIGINT, SIGTERM, SETTLED = range(9)
+NUM_FACTS = 9
 
 
 class Ranks:
@@ -34,6 +35,8 @@ class Ranks:
         counts_evenly: Whether the factor is known to be 1, as it is where all batches count alike.
         absent: Whether this rank has no batch left, and takes part with one that counts nothing.
         read: Samples and tokens of this rank's batch as its loader gave it.
+        settled: Whether this rank's part of a checkpoint is written, or has failed.
+        all_settled: Whether that holds for every rank; known to all in the same batch.
     """
 
     def __init__(self, state: State) -> None:
@@ -53,6 +56,8 @@ class Ranks:
         self.counts_evenly = True
         self.absent = False
         self.read = (0, 0)
+        self.settled: Callable[[], bool] = lambda: False
+        self.all_settled = False
 
     # --- in every training batch ---------------------------------------------------------------------------------
 
@@ -78,6 +83,7 @@ class Ranks:
                 state.wants_stop,
                 interrupt == signal.SIGINT,
                 interrupt is not None and interrupt != signal.SIGINT,
+                self.settled(),
             ],
             dtype=torch.float64,
         )
@@ -150,7 +156,7 @@ class Ranks:
         interrupt = self._state.wanted_signal
         facts = [0.0] * NUM_FACTS
         facts[SAMPLES], facts[TOKENS] = float(num_samples), float(num_tokens)
-        facts[STOP] = float(self._state.wants_stop)
+        facts[STOP], facts[SETTLED] = float(self._state.wants_stop), float(self.settled())
         facts[SIGINT] = float(interrupt == signal.SIGINT)
         facts[SIGTERM] = float(interrupt is not None and interrupt != signal.SIGINT)
         facts = self.sum(*facts)
@@ -162,6 +168,7 @@ class Ranks:
         return round(facts[SAMPLES]) // copies, round(facts[TOKENS]) // copies
 
     def _take_note(self, facts: list[float]) -> None:
+        self.all_settled = facts[SETTLED] == self._engine.world_size
         if facts[STOP]:
             self._state.stop_now()
         if facts[SIGINT] or facts[SIGTERM]:
@@ -256,4 +263,5 @@ def a_sample_of(loader: Any) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or not len(loader.dataset):  # type: ignore[arg-type]
         return None
     collate: Callable[[Any], Any] = loader.collate_fn
-    return collate([loader.dataset[0]])
+    with forked_randomness("stand-in"):  # what it draws must not shift what this rank draws
+        return collate([loader.dataset[0]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -141,9 +140,3 @@ def make_instrument(calls: tuple[PlannedCall, ...]) -> Callable[[str, Callable[.
         return call
 
     return instrument
-
-
-def load_hooks(hooks: SimpleNamespace) -> None:
-    """Fire the hooks around loading."""
-    for call in (*hooks.before_load, *hooks.after_load):
-        call()

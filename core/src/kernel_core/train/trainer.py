@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,8 @@ from typing import Any, Literal, Self
 
 import torch
 
+from kernel_core.checkpoint.capture import Ignore
+from kernel_core.checkpoint.request import SaveRequest
 from kernel_core.data.loader import resumable_loader
 from kernel_core.data.spec import DataSpec
 from kernel_core.engine import Engine
@@ -26,7 +29,7 @@ from kernel_core.registry.base import LoggerDestination
 from kernel_core.registry.options import to_json
 from kernel_core.registry.plan import Plan, PlannedCall, build_plan
 from kernel_core.surgery import StructureWatch, SurgeryReport
-from kernel_core.timing import Time, Timestamp, TimeUnit
+from kernel_core.timing import Progress, Time, Timestamp, TimeUnit
 from kernel_core.train.arguments import (
     Plugins,
     as_list,
@@ -35,8 +38,9 @@ from kernel_core.train.arguments import (
     check_run_name,
     check_seed,
     check_timeout,
-    default_run_name,
     device_of,
+    fresh_run_name,
+    name_of_environment,
     place,
     resolve_all,
     scaled,
@@ -45,7 +49,10 @@ from kernel_core.train.arguments import (
     show_log,
     unwrap_compiled,
     with_defaults,
+    with_saver,
 )
+from kernel_core.train.checkpointing import Checkpoints, LoadOptions
+from kernel_core.train.composer_keywords import SAVE_OPTIONS
 from kernel_core.train.evaluation import Evaluations, evaluate, share_metrics
 from kernel_core.train.evaluator import Evaluator, Interval, as_evaluators, as_interval, check_subset
 from kernel_core.train.failure import raise_all
@@ -60,7 +67,7 @@ from kernel_core.train.prediction import predict
 from kernel_core.train.randomness import deterministic_mode as _deterministic
 from kernel_core.train.randomness import keyed_seed, seed_all
 from kernel_core.train.ranks import Ranks
-from kernel_core.train.startup import bind_precision, init_plugins, load_hooks, make_instrument, prepare_model
+from kernel_core.train.startup import bind_precision, init_plugins, make_instrument, prepare_model
 from kernel_core.train.state import State
 from kernel_core.train.step import make_run_batch
 
@@ -110,7 +117,26 @@ class Trainer:
         device_train_microbatch_size: Rows in a microbatch; None for the whole batch at once, ``"auto"`` for as many as fit.
         grad_accum: Microbatches in a batch, instead of their size; ``"auto"`` as above.
         compile_config: Arguments for ``torch.compile``, ``{}`` for its defaults; None leaves the model uncompiled.
-        seed: For all randomness; None draws one.
+        save_folder: Save to this path or URL; stands for the plugin ``checkpoint_saver``, and the other ``save_`` arguments
+            for its options.
+        save_filename: The folder of a checkpoint in it, such as ``"ep{epoch}-ba{batch}"``.
+        save_latest_filename: The file in it that tells the newest checkpoint.
+        save_interval: When to save: a time, epochs as an int, or a function ``(state, event) -> bool``.
+        save_overwrite: Whether checkpoints of other runs, or later ones, may be replaced.
+        save_weights_only: Save the model alone.
+        save_ignore_keys: What to leave out, such as ``["optimizers"]``.
+        save_num_checkpoints_to_keep: How many stay; -1 for all.
+        load_path: Begin from this checkpoint: a path or URL of one, of a folder of several (the newest), or ``.../latest``.
+        load_weights_only: Load the model alone.
+        load_strict_model_weights: Refuse names that only model or checkpoint has.
+        load_ignore_keys: What to leave out, such as ``["optimizers", "model/head.*"]``, or a function that takes it out.
+        load_exclude_algorithms: Algorithms not to be applied again though they changed the structure of the saved model.
+        load_allow_changes: What may differ from the plugins that saved it: an id, or ``id.option``; or ``seed``.
+        load_locked: Refuse any difference, other versions too.
+        autoresume: Go on from the newest good checkpoint in ``save_folder``, if there is one: the same script started again
+            ends where it would have ended.
+        config: A document to be kept with every checkpoint: plain data.
+        seed: For all randomness; None draws one, or takes that of the run that is resumed.
         deterministic_mode: Let torch refuse operations that are not deterministic.
         python_log_level: Show what the kernel logs from this level on, such as ``"info"``.
         strict: Make surgery without effect an error.
@@ -162,6 +188,23 @@ class Trainer:
         device_train_microbatch_size: int | Literal["auto"] | None = None,
         grad_accum: int | Literal["auto"] | None = None,
         compile_config: Mapping[str, Any] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        save_filename: str | None = None,
+        save_latest_filename: str | None = None,
+        save_interval: int | str | Time | Callable[[State, str], bool] | None = None,
+        save_overwrite: bool | None = None,
+        save_weights_only: bool | None = None,
+        save_ignore_keys: Ignore = None,
+        save_num_checkpoints_to_keep: int | None = None,
+        load_path: str | os.PathLike[str] | None = None,
+        load_weights_only: bool = False,
+        load_strict_model_weights: bool = True,
+        load_ignore_keys: Ignore = None,
+        load_exclude_algorithms: Sequence[str] = (),
+        load_allow_changes: Sequence[str] = (),
+        load_locked: bool = False,
+        autoresume: bool = False,
+        config: Mapping[str, Any] | None = None,
         seed: int | None = None,
         deterministic_mode: bool = False,
         python_log_level: str | int | None = None,
@@ -170,13 +213,27 @@ class Trainer:
         given = {name: value for name, value in locals().items() if name != "self"}
         model, compile_config = unwrap_compiled(model, compile_config)
         check_run_name(run_name)
-        seed = secrets.randbelow(2**31) if seed is None else check_seed(seed)
+        seed = None if seed is None else check_seed(seed)
         if python_log_level is not None:
             show_log(python_log_level)
         asked = resolve_all(plugins, algorithms, callbacks, loggers)
         wishes = {"progress_bar": progress_bar, "amp_fp8": precision == "amp_fp8"}
-        keywords = [name for name, wanted in wishes.items() if wanted]
-        self.plan: Plan = build_plan(with_defaults(asked, keywords))
+        asked = with_defaults(asked, [name for name, wanted in wishes.items() if wanted])
+        asked = with_saver(asked, {name: given[name] for name in SAVE_OPTIONS})
+        self.plan: Plan = build_plan(asked)
+        self._checkpoints = Checkpoints(
+            LoadOptions(
+                path=None if load_path is None else os.fspath(load_path),
+                weights_only=load_weights_only,
+                strict=load_strict_model_weights,
+                ignore=load_ignore_keys,
+                exclude_algorithms=load_exclude_algorithms,
+                allow_changes=load_allow_changes,
+                locked=load_locked,
+                autoresume=autoresume,
+            ),
+            config,
+        )
         where = Place.of_environment()
         engine, transforms = resolve_parallelism(parallelism, fsdp_config, parallelism_config, where)
         self._starting = True
@@ -184,10 +241,18 @@ class Trainer:
             undo.callback(engine.close)
             undo.push(partial(_abort, engine))
             place_on = engine.connect(where, device_of(model, device), transforms, check_timeout(dist_timeout))
+            run_name = run_name or name_of_environment()
+            self._checkpoints.find(engine, self.plan, run_name)
+            undo.callback(self._checkpoints.close)
+            if found := self._checkpoints.structural(asked):
+                self.plan = build_plan(found)
+            self._checkpoints.check_plan(self.plan)
             if engine.world_size > 1:
                 engine.check_same("plan", self.plan.contents())
-            seed = int(engine.agree("seed", str(seed)))
-            run_name = engine.agree("run_name", run_name or default_run_name())
+            resumed_seed = self._checkpoints.seed(seed)
+            seed = secrets.randbelow(2**31) if seed is None else seed
+            seed = int(engine.agree("seed", str(seed if resumed_seed is None else resumed_seed)))
+            run_name = engine.agree("run_name", self._checkpoints.run_name or run_name or fresh_run_name())
             seed_all(seed)
             self.state = State(
                 place(model, device, place_on),
@@ -208,6 +273,9 @@ class Trainer:
             self._instrument = make_instrument(self.plan.calls("instrument"))
             self._hooks = self.plan.bind(self._guard, state=self.state, logger=self.logger)
             self._lifetime = Lifetime(self.state, self.logger)
+            self._lifetime.at_failure.append(partial(self._checkpoints.note_failure, self.state))
+            self._lifetime.before_close.append(self._checkpoints.close)
+            self._lifetime.checkpoint = partial(self._checkpoints.durable_now, self.state)
             engine.watch(self.state, lambda: self._starting or self._lifetime.busy)
             self._strict = strict
             self._train_subset_num_batches = train_subset_num_batches
@@ -224,6 +292,7 @@ class Trainer:
             self._set_evaluators(eval_dataloader, eval_subset_num_batches)
             check_iterations(self.state)
             self._data: DataSpec | None = None
+            self._evaluations: Evaluations | None = None
             if train_dataloader is not None:
                 self._set_train_data(train_dataloader)
             if deterministic_mode:
@@ -260,7 +329,19 @@ class Trainer:
                 "plan_digest": self.plan.digest,
             }
         )
-        load_hooks(self._hooks)
+        for call in self._hooks.before_load:
+            call()
+        self._checkpoints.load(state, self._precision)
+        for call in self._hooks.after_load:
+            call()
+        self._checkpoints.begin(
+            state,
+            self.logger,
+            self._ranks,
+            lambda: self._precision,
+            lambda: self._data,
+            lambda: self._evaluations,
+        )
         self._watch = StructureWatch(state.model, self.surgery_report, self._strict)
         # what plugins drew while they started must not shift what training draws; ranks with different data draw differently
         rank = state.engine.data_rank
@@ -284,7 +365,12 @@ class Trainer:
         """Return a copy of ``data`` of which each rank reads its share; ``once``: every sample on one rank only."""
         engine, data = self.state.engine, copy.copy(data)  # the user's own may serve another run
         data.dataloader, note = resumable_loader(
-            data.dataloader, self.state.seed, engine.data_rank, engine.data_world_size, once=once
+            data.dataloader,
+            self.state.seed,
+            engine.data_rank,
+            engine.data_world_size,
+            global_batch_size=None if once else self._checkpoints.global_batch_size,
+            once=once,
         )
         if note and engine.rank == 0:
             log.info("%s", note)
@@ -354,16 +440,18 @@ class Trainer:
                 self._train_subset_num_batches = train_subset_num_batches
             if spin_dataloaders is not None:
                 state.spin_dataloaders = spin_dataloaders
-            if reset_time:
+            if reset_time and not self._checkpoints.goes_on:
                 state.progress.restore(Timestamp())
             if train_dataloader is not None:
                 self._set_train_data(train_dataloader)
-                state.progress.restart_epoch()  # the place in the old loader means nothing in the new one
+                if not self._checkpoints.pending:
+                    state.progress.restart_epoch()  # the place in the old loader means nothing in the new one
             elif train_subset_num_batches is not None and self._data is not None:
                 self._set_train_data(self._data)
             if duration is not None:
                 more = scaled(Time.from_input(duration, TimeUnit.EPOCH), scale_schedule_ratio)
-                state.max_duration = Time(math.ceil(state.progress.value(more.unit)), more.unit) + more
+                begun = Progress(self._checkpoints.start_of_fit(state.timestamp))
+                state.max_duration = Time(math.ceil(begun.value(more.unit)), more.unit) + more
             if schedulers is not None:
                 self._set_schedulers(as_list(schedulers), scale_schedule_ratio)
             elif scale_schedule_ratio != 1.0:
@@ -384,8 +472,11 @@ class Trainer:
             if state.precision != self._precision.name:
                 self._precision = bind_precision(state)
             steps = self._prepare_fit()
-        look = partial(look_at_first_step, state, self.logger)
-        return self._lifetime.drive(steps, look)
+        return self._lifetime.drive(steps, self._after_first_step)
+
+    def _after_first_step(self) -> None:
+        look_at_first_step(self.state, self.logger)
+        self._checkpoints.reserve()
 
     @contextmanager
     def _unchanged_if_refused(self) -> Iterator[None]:
@@ -415,8 +506,15 @@ class Trainer:
         assert data is not None  # else check_fit raised
         state.dataloader, state.dataloader_label = data.dataloader, state.train_label
         state.resume_training()
-        if state.stopped:
+        self._checkpoints.begin_fit(state.timestamp)
+        run_evaluators = self._instrument("evaluation", self._evaluate)
+        self._evaluations = evaluations = Evaluations(state, run_evaluators, state.eval_interval)
+        resume = self._checkpoints.resume(state, data, evaluations)
+        if state.stopped and (resume is None or self._checkpoints.is_finished(state, evaluations)):
             log.warning("fit: max_duration=%s is reached already; nothing is trained.", state.max_duration)
+            if self._checkpoints.wanted is not None:
+                self._checkpoints.wanted.settle()
+                self._checkpoints.wanted.at("finished")
             return iter(())
         for optimizer in state.optimizers:
             for group in optimizer.param_groups:
@@ -425,7 +523,6 @@ class Trainer:
             check_subset(evaluator)
         if schedules := split_schedules(state.schedulers)[1]:
             apply_schedules(state, schedules)  # what cannot be asked is refused before anything begins
-        run_evaluators = self._instrument("evaluation", self._evaluate)
         run_batch = make_run_batch(
             state, self._hooks, self.logger, data, schedules, self._precision, self._instrument, self._ranks
         )
@@ -434,12 +531,14 @@ class Trainer:
             self._hooks,
             self.logger,
             data,
-            Evaluations(state, run_evaluators, state.eval_interval),
+            evaluations,
             self._watch,
             run_batch,
             self._instrument("data", next),
             bool(self._step_schedulers_every_batch),
             self._ranks,
+            self._checkpoints.wanted,
+            resume,
         )
 
     def _evaluate(self, evaluators: Sequence[Evaluator], subset_num_batches: int | None = None) -> None:
@@ -518,6 +617,53 @@ class Trainer:
                 microbatch,
                 self._ranks,
             )
+
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        name: str = "ep{epoch}-ba{batch}",
+        *,
+        weights_only: bool = False,
+        ignore_keys: Ignore = None,
+        overwrite: bool = False,
+    ) -> str:
+        """Save the run as it is now, between two steps, and wait until the checkpoint is durable. Every rank must call it.
+
+        Args:
+            folder: A path or URL.
+            name: The checkpoint's own folder in it.
+            weights_only: The model alone.
+            ignore_keys: What to leave out, such as ``["optimizers"]``.
+            overwrite: Replace a checkpoint of that name.
+
+        Returns:
+            Where it is: a value for ``load_path``.
+
+        Raises:
+            SaveFailedError: it was not saved.
+            UnsavableError: something in the state of the run cannot be expressed.
+        """
+        self._lifetime.refuse_closed("save_checkpoint")
+        return self._checkpoints.save(
+            SaveRequest(
+                os.fspath(folder),
+                name,
+                weights_only=weights_only,
+                ignore=ignore_keys,
+                overwrite=overwrite,
+                asynchronous=False,
+            )
+        )
+
+    @property
+    def loaded_from(self) -> str | None:
+        """Where the checkpoint is that this trainer began from, None if it began from none."""
+        return self._checkpoints.loaded_from
+
+    @property
+    def saved_checkpoints(self) -> list[str]:
+        """Where the checkpoints are that this trainer has saved, the oldest first."""
+        return self._checkpoints.saved
 
     def close(self) -> None:
         """Run every plugin's ``close``, then the engine's. May be called twice.

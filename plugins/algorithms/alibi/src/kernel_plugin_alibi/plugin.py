@@ -47,6 +47,7 @@ class Alibi(Algorithm):
     """
 
     roles = frozenset({"replaces-modules", "reshapes-sequences"})
+    structural = True
     before = frozenset({"role:warms-sequence-length"})
     after = frozenset({"role:selects-samples"})
 

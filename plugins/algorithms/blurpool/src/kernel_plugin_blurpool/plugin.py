@@ -30,6 +30,7 @@ class BlurPool(Algorithm):
 
     name = "blurpool"
     roles = {"replaces-modules", "replaces-convs", "anti-aliases"}
+    structural = True
     # Factors are what remains of a strided convolution; blurring first would hide it from whoever factorizes.
     after = {"role:factorizes-weights"}
 

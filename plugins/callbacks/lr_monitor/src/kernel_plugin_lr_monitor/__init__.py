@@ -24,6 +24,8 @@ def learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
 class LRMonitor(Callback):
     """Log at the end of every batch the learning rates that were in force in it."""
 
+    affects_training = False
+
     @hookimpl
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the rates if anybody listens."""

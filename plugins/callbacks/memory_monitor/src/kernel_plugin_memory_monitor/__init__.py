@@ -110,6 +110,8 @@ class MemoryMonitor(Callback):
         dist_aggregate_batch_interval: Every so many batches ``_avg``, ``_min`` and ``_max`` over the ranks are logged too.
     """
 
+    affects_training = False
+
     def __init__(
         self,
         memory_keys: dict[str, str] | None = None,

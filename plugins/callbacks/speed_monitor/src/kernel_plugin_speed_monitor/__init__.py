@@ -71,6 +71,8 @@ class SpeedMonitor(Callback):
         time_unit: The unit of ``time/*``.
     """
 
+    affects_training = False
+
     def __init__(
         self,
         window_size: Annotated[int, Field(ge=1)] = 100,

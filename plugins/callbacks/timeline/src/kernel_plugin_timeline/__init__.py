@@ -96,6 +96,8 @@ class Timeline(Callback):
     meanwhile shows where the host waits for it. The table is logged too, as ``timeline``.
     """
 
+    affects_training = False
+
     def __init__(self) -> None:
         self.clock = Clock()
         self._started = 0.0
