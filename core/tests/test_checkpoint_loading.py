@@ -192,8 +192,11 @@ def test_other_optimizers_and_groups_are_refused(saved: Path) -> None:
         trainer(model, load_path=saved, optimizers=two)
     model = net()
     groups = [{"params": list(layer.parameters())} for layer in model.module]
-    with pytest.raises(CheckpointMismatchError, match=r"optimizer 0 \(SGD\) has other parameters or groups"):
-        trainer(model, load_path=saved, optimizers=torch.optim.SGD(groups, lr=1.0))
+    with pytest.raises(CheckpointMismatchError, match=r"optimizer 0 \(AdamW\) has other parameters or groups"):
+        trainer(model, load_path=saved, optimizers=torch.optim.AdamW(groups, lr=1.0))
+    model = net()
+    with pytest.raises(CheckpointMismatchError, match="was saved with the optimizers AdamW, and the run has SGD"):
+        trainer(model, load_path=saved, optimizers=torch.optim.SGD(model.parameters(), lr=1.0))
 
 
 def test_state_goes_to_the_parameter_of_its_name_whatever_the_order(saved: Path) -> None:
@@ -504,6 +507,7 @@ def test_a_name_that_is_taken_by_another_checkpoint_is_refused_and_that_one_kept
 def test_everything_about_a_run_is_in_its_lock(saved: Path) -> None:
     lock = json.loads((saved / "ep0-ba6" / "lock.json").read_text())
     assert (lock["run_name"], lock["seed"], lock["run"]["global_batch_size"]) == ("first", 11, 4)
-    assert lock["model"] == {"class": "Classifier", "num_parameters": 4 * 6 + 6 + 6 * 3 + 3, "num_tensors": 4}
+    count = 4 * 6 + 6 + 6 * 3 + 3
+    assert lock["model"].items() >= {"class": "Classifier", "num_parameters": count, "num_tensors": 4}.items()
     assert lock["environment"]["torch"] == torch.__version__
     assert {"plan", "surgery", "config"} <= set(lock)

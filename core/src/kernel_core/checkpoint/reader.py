@@ -19,7 +19,7 @@ from kernel_core.checkpoint.safetensors_file import TensorFile
 from kernel_core.errors import CheckpointFormatError, CheckpointMismatchError
 
 PRIVATE = "rank/"  # keys of tensors that belong to one rank
-_KINDS = {
+_KINDS: dict[str, dict[str, type]] = {
     LOCK: {"plan": dict, "run": dict},
     STATE: {"plugins": dict, "optimizers": list},
     "rank": {"parts": dict, "state": dict, "aliases": dict, "extra": dict},

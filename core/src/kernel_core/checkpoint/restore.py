@@ -35,13 +35,11 @@ class Restored:
         rng: The state of the global generators of this rank, None if it has to draw anew.
         position: The place in the training data as the ranks saved it, each its own.
         loop: What the loop remembers.
-        global_batch_size: Samples in a batch over all ranks.
     """
 
     rng: Mapping[str, Any] | None
     position: Sequence[Mapping[str, Any] | None]
     loop: Mapping[str, Any]
-    global_batch_size: int | None
 
 
 def load_weights(state: State, reader: Reader, strict: bool = True, ignore: Ignore = None) -> None:
@@ -153,8 +151,7 @@ def load_state(state: State, reader: Reader, precision: Precision, ignore: Ignor
     rng = _private(reader, state.rank, "rng") if same and "rng" in document else None
     ranks = range(reader.manifest.world_size)
     positions = [_private(reader, rank, "position") for rank in ranks] if "position" in document else []
-    batch_size = reader.lock.get("run", {}).get("global_batch_size")
-    return Restored(rng, positions, plain("loop", {}), batch_size if isinstance(batch_size, int) else None)
+    return Restored(rng, positions, plain("loop", {}))
 
 
 def put_back_randomness(state: State, restored: Restored) -> None:

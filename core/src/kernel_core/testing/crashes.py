@@ -10,7 +10,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,9 +91,10 @@ class Dying(Counted):
             handle, data = arguments
             os.write(handle, data[: len(data) // 2])
         elif self.when != "before":
-            result = call()
-            if name == "lock" and result is not None:
-                os.close(result)  # as the system does for a process that is gone
+            with suppress(OSError):  # it may be one that fails
+                result = call()
+                if name == "lock" and result is not None:
+                    os.close(result)  # as the system does for a process that is gone
         self.dead = True
         if self.die is not None:
             self.die()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ from kernel_core.data.position import capture_position, restore_position
 from kernel_core.data.spec import DataSpec
 from kernel_core.errors import CheckpointMismatchError, DataError, KernelError, TrainerError
 from kernel_core.logger import Logger
-from kernel_core.registry.plan import ActivePlugin, Plan
+from kernel_core.registry.plan import ActivePlugin, Plan, build_plan
 from kernel_core.timing import Timestamp
+from kernel_core.train.arguments import fresh_run_name
 from kernel_core.train.evaluation import Evaluations
 from kernel_core.train.precision import Precision
 from kernel_core.train.ranks import Ranks
@@ -52,6 +54,11 @@ class Checkpoints:
     Args:
         options: How one is loaded.
         config: A document to be kept with every one that is saved.
+
+    Attributes:
+        global_batch_size: Samples in a batch over all ranks, where the run that is resumed had another number of ranks and
+            loaders have to be cut anew.
+        saves: What saves the run.
     """
 
     def __init__(self, options: LoadOptions, config: Mapping[str, Any] | None = None) -> None:
@@ -62,19 +69,47 @@ class Checkpoints:
         self._next_fit = 0
         self._resumed_itself = False  # by autoresume: its calls of fit are those of before
         self._failures: Failures | None = None
+        self._begun_at = -1  # the batch of the whole checkpoint that the run began from
+        self.global_batch_size: int | None = None
         self.saves: Saves | None = None
         self._foreign: str | None = None  # the weights of others that it begins with
         self.loaded_from: str | None = None  # where the checkpoint is that the run began from
 
     # --- before the run is put together -----------------------------------------------------------------------------
 
-    def find(self, engine: Engine, plan: Plan, run_name: str | None) -> None:
-        """Open the checkpoint to begin from, if there is one; every rank must call it.
+    def begin_from(
+        self, engine: Engine, plan: Plan, asked: Sequence[ActivePlugin], seed: int | None, run_name: str | None
+    ) -> tuple[Plan, int, str]:
+        """Open the checkpoint to begin from, if there is one, and agree with the other ranks on what the run is.
+
+        Args:
+            engine: Connected.
+            plan: That of ``asked``.
+            asked: The plugins that the user named.
+            seed, run_name: As given, None for what the checkpoint has, or a fresh one.
+
+        Returns:
+            The plan with the plugins that the saved model needs too, the seed, and the name.
 
         Raises:
             CheckpointError, StorageError: one was asked for and cannot be used, or whether there is one cannot be told.
             RepeatedFailureError: the run has failed twice alike from there.
+            ParallelismError: the ranks differ in their plugins.
         """
+        self._find(engine, plan, run_name)
+        if needed := self._structural(asked):
+            plan = build_plan(needed)
+        self._check_plan(plan)
+        if engine.world_size > 1:
+            engine.check_same("plan", plan.contents())
+        found = self._seed(seed)
+        if found is None:
+            found = secrets.randbelow(2**31) if seed is None else seed
+        if self._opened is not None and self._resumed_itself:
+            run_name = self._opened.found.manifest.run_name
+        return plan, int(engine.agree("seed", str(found))), engine.agree("run_name", run_name or fresh_run_name())
+
+    def _find(self, engine: Engine, plan: Plan, run_name: str | None) -> None:
         options = self._options
         if options.autoresume:
             folder = self._folder(plan, run_name)
@@ -98,6 +133,8 @@ class Checkpoints:
             manifest = self._opened.found.manifest
             what = "weights of" if self._weights_only else "goes on from" if options.autoresume else "loads"
             log.info("checkpoint: %s %s, batch %d.", what, self._opened.found.url, manifest.timestamp.batch)
+        if self._opened is not None and not self._weights_only:
+            self.global_batch_size = _other_batch_size(self._opened.reader.lock, engine)
 
     def _failures_from(self, folder: str) -> Failures:
         if self._opened is None:
@@ -124,12 +161,7 @@ class Checkpoints:
     def _weights_only(self) -> bool:
         return self._options.weights_only or (self._opened is not None and self._opened.found.manifest.weights_only)
 
-    @property
-    def run_name(self) -> str | None:
-        """The name of the run that goes on by itself."""
-        return self._opened.found.manifest.run_name if self._opened is not None and self._resumed_itself else None
-
-    def seed(self, given: int | None) -> int | None:
+    def _seed(self, given: int | None) -> int | None:
         """Return the seed of the run that is resumed; None if there is none.
 
         Raises:
@@ -149,7 +181,7 @@ class Checkpoints:
             return given
         return seed
 
-    def structural(self, active: Sequence[ActivePlugin]) -> list[ActivePlugin]:
+    def _structural(self, active: Sequence[ActivePlugin]) -> list[ActivePlugin]:
         """Return ``active`` with the plugins that the saved model was changed by and nobody has named; empty if all are there."""
         if self._opened is None:
             return []
@@ -159,7 +191,7 @@ class Checkpoints:
             log.warning("checkpoint: applies %s again, which changed the structure of the saved model.", one.id)
         return in_saved_order([*active, *found], plan) if found else []
 
-    def check_plan(self, plan: Plan) -> None:
+    def _check_plan(self, plan: Plan) -> None:
         """Compare the plan of this run with that of the checkpoint.
 
         Raises:
@@ -186,6 +218,8 @@ class Checkpoints:
             if not self._weights_only:
                 self._restored = load_state(state, opened.reader, precision, options.ignore)
                 self._fits = [Timestamp.from_json(one) for one in self._restored.loop.get("fits", [])]
+                if options.ignore is None:
+                    self._begun_at = state.progress.batch
             elif not options.weights_only and state.rank == 0:
                 log.warning("checkpoint %s: holds weights only; training begins at its start.", opened.found.url)
         finally:
@@ -197,11 +231,6 @@ class Checkpoints:
         load_foreign(state.engine, path, lambda weights: weights.load(state, options.strict, options.ignore))
         if state.rank == 0:
             log.info("checkpoint: took the weights of %s; training begins at its start.", path)
-
-    @property
-    def global_batch_size(self) -> int | None:
-        """Samples in a batch over all ranks in the run that is resumed, None if none is or nobody knows."""
-        return None if self._restored is None else self._restored.global_batch_size
 
     @property
     def goes_on(self) -> bool:
@@ -237,7 +266,7 @@ class Checkpoints:
 
         def resume() -> None:
             put_back_randomness(state, restored)
-            self._restored = None
+            self._restored = self.global_batch_size = None
 
         return resume
 
@@ -321,7 +350,7 @@ class Checkpoints:
         for one in reversed([] if self.saves is None else self.saves.saved):
             if not one.manifest.weights_only and one.manifest.timestamp.batch == state.progress.batch:
                 return one.url
-        return None
+        return self.loaded_from if self._begun_at == state.progress.batch else None
 
     def note_failure(self, state: State, error: BaseException) -> None:
         """Write down that the run failed, so that one that always fails in the same way is not started for ever."""
@@ -336,6 +365,13 @@ class Checkpoints:
             self._opened = None
         if self.saves is not None:
             self.saves.close(failed)
+
+
+def _other_batch_size(lock: Mapping[str, Any], engine: Engine) -> int | None:
+    run = lock.get("run", {})
+    size = run.get("global_batch_size")
+    same = run.get("data_world_size") == engine.data_world_size
+    return size if type(size) is int and size > 0 and not same else None
 
 
 def _global_batch_size(spec: DataSpec | None, state: State) -> int | None:

@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -39,7 +38,6 @@ from kernel_core.train.arguments import (
     check_seed,
     check_timeout,
     device_of,
-    fresh_run_name,
     name_of_environment,
     place,
     resolve_all,
@@ -241,18 +239,10 @@ class Trainer:
             undo.callback(engine.close)
             undo.push(partial(_abort, engine))
             place_on = engine.connect(where, device_of(model, device), transforms, check_timeout(dist_timeout))
-            run_name = run_name or name_of_environment()
-            self._checkpoints.find(engine, self.plan, run_name)
             undo.callback(self._checkpoints.close)
-            if found := self._checkpoints.structural(asked):
-                self.plan = build_plan(found)
-            self._checkpoints.check_plan(self.plan)
-            if engine.world_size > 1:
-                engine.check_same("plan", self.plan.contents())
-            resumed_seed = self._checkpoints.seed(seed)
-            seed = secrets.randbelow(2**31) if seed is None else seed
-            seed = int(engine.agree("seed", str(seed if resumed_seed is None else resumed_seed)))
-            run_name = engine.agree("run_name", self._checkpoints.run_name or run_name or fresh_run_name())
+            self.plan, seed, run_name = self._checkpoints.begin_from(
+                engine, self.plan, asked, seed, run_name or name_of_environment()
+            )
             seed_all(seed)
             self.state = State(
                 place(model, device, place_on),
