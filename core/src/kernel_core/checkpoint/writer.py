@@ -365,5 +365,5 @@ def _clean(job: SaveJob, name: str) -> None:
         if not job.storage.exists(f"{name}/{MANIFEST}"):
             for file in sorted((file for file, _ in job.files), key=lambda file: file == LOCK):
                 job.storage.delete(f"{name}/{file}")
-    except StorageError:
+    except Exception:
         pass  # the folder has no manifest, so that it is no checkpoint; the run's next start removes it

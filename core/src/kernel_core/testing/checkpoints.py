@@ -19,9 +19,14 @@ from kernel_core.timing import Timestamp
 
 
 class DictBoard:
-    """A board for ranks that are threads of one process."""
+    """A board for ranks that are threads of one process.
 
-    def __init__(self) -> None:
+    Args:
+        is_gone: Whether all ranks are dead, so that nobody waits for any.
+    """
+
+    def __init__(self, is_gone: Callable[[], bool] = lambda: False) -> None:
+        self._is_gone = is_gone
         self._texts: dict[str, str] = {}
         self._changed = threading.Condition()
 
@@ -36,7 +41,7 @@ class DictBoard:
         end = time.monotonic() + timeout_s
         with self._changed:
             while key not in self._texts:
-                if given_up() or time.monotonic() > end:
+                if given_up() or self._is_gone() or time.monotonic() > end:
                     raise TimeoutError(f"no word from another rank ({key}).")
                 self._changed.wait(0.01)
             return self._texts[key]

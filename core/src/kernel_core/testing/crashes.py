@@ -203,6 +203,12 @@ class PowerCut(Counted):
                 self._keep(number, picks)
         return result
 
+    def on_disk(self) -> Tree:
+        """Return what is there for sure if power fails now."""
+        tree: Tree = {}
+        _survivors(self._tree, "", lambda: False, tree)
+        return tree
+
     def _keep(self, number: int, picks: Callable[[], bool]) -> None:
         tree: Tree = {}
         _survivors(self._tree, "", picks, tree)

@@ -125,6 +125,7 @@ class Trainer:
         save_ignore_keys: What to leave out, such as ``["optimizers"]``.
         save_num_checkpoints_to_keep: How many stay; -1 for all.
         load_path: Begin from this checkpoint: a path or URL of one, of a folder of several (the newest), or ``.../latest``.
+            Or from weights of others: a file of Composer's, a state dict, safetensors, or a folder of Hugging Face.
         load_weights_only: Load the model alone.
         load_strict_model_weights: Refuse names that only model or checkpoint has.
         load_ignore_keys: What to leave out, such as ``["optimizers", "model/head.*"]``, or a function that takes it out.
@@ -348,11 +349,13 @@ class Trainer:
         state.evaluators = as_evaluators(eval_dataloader, subset_num_batches, state.train_label)
         for evaluator in state.evaluators:
             evaluator.metrics = evaluator.select(state.model.get_metrics(is_train=False))
-            if self._ranks is not None:
-                evaluator.data = self._shared(evaluator.data)
+            evaluator.data = self._shared(evaluator.data)
 
     def _shared(self, data: DataSpec, once: bool = True) -> DataSpec:
-        """Return a copy of ``data`` of which each rank reads its share; ``once``: every sample on one rank only."""
+        """Return a copy of ``data`` of which each rank reads its share, with noise keyed by sample.
+
+        ``once``: every sample on one rank only, as evaluation and prediction want it.
+        """
         engine, data = self.state.engine, copy.copy(data)  # the user's own may serve another run
         data.dataloader, note = resumable_loader(
             data.dataloader,
@@ -362,7 +365,7 @@ class Trainer:
             global_batch_size=None if once else self._checkpoints.global_batch_size,
             once=once,
         )
-        if note and engine.rank == 0:
+        if note and engine.rank == 0 and (engine.world_size > 1 or not once):
             log.info("%s", note)
         return data
 
@@ -558,7 +561,7 @@ class Trainer:
             raise TrainerError("eval: no eval_dataloader. Give one to Trainer or to eval.")
         for evaluator in evaluators:
             check_subset(evaluator, subset_num_batches)
-            if eval_dataloader is not None and self._ranks is not None:
+            if eval_dataloader is not None:
                 evaluator.data = self._shared(evaluator.data)
         limit = None if subset_num_batches < 0 else subset_num_batches
         with self._lifetime.working():
