@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def train(folder: Path, *arguments: str) -> dict[str, Any]:
     check_nothing_is_left(folder)
     document: dict[str, Any] = json.loads(done.stdout)
     run = folder / str(document["run_dir"])
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "plan.json", "metrics.jsonl"}
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "plan.json", "metrics.jsonl", "checkpoints"}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record["step"] for record in records if "loss/train/total" in record]
     assert steps == sorted(set(steps)), "only one rank writes"
@@ -90,16 +91,40 @@ def start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], list[in
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    ("number", "flags", "code"),
+    [
+        (signal.SIGTERM, [], 75),
+        pytest.param(signal.SIGTERM, ["--no-checkpoints"], 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, ["--no-checkpoints"], 130, marks=pytest.mark.slow),
+    ],
 )
-def test_a_signal_to_the_launcher_ends_the_run_in_order(tmp_path: Path, number: int, code: int) -> None:
-    process, ranks = start(tmp_path)
+def test_a_signal_to_the_launcher_ends_the_run_in_order(
+    tmp_path: Path, number: int, flags: list[str], code: int
+) -> None:
+    process, ranks = start(tmp_path, "--run-name", "cut", *flags)
     assert len(ranks) == 2
     process.send_signal(number)
     assert process.wait(timeout=60) == code
     check_nothing_is_left(tmp_path)
-    assert re.search(r"the run '[^']+' ended after batch \d+", (tmp_path / "err.txt").read_text())
+    told = (tmp_path / "err.txt").read_text()
+    assert re.search(r"the run 'cut' ended after batch \d+", told)
+    if code == 75:
+        last = told.rstrip().splitlines()[-1].strip()
+        assert last == f"kernel train -n 2 --log-dir {tmp_path}/logs --resume runs/cut"
+        call = [*KERNEL, *shlex.split(last)[1:], "--max-duration", f"{batches(tmp_path) + 2}ba", "--json"]
+        done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert document["resumed_from"].startswith("runs/cut/checkpoints/")
+        records = [json.loads(line) for line in (tmp_path / "runs" / "cut" / "metrics.jsonl").read_text().splitlines()]
+        steps = [record["step"] for record in records if "loss/train/total" in record]
+        assert steps == list(range(1, len(steps) + 1))
+
+
+def batches(folder: Path) -> int:
+    """Return how many batches the run that was cut has trained."""
+    names = [path.name for path in (folder / "runs" / "cut" / "checkpoints").iterdir() if path.is_dir()]
+    return max(int(name.rpartition("ba")[2]) for name in names)
 
 
 @pytest.mark.slow
@@ -123,7 +148,7 @@ def test_a_killed_rank_is_started_again_with_the_others(tmp_path: Path) -> None:
         assert time.monotonic() < end, told.read_text()
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    assert process.wait(timeout=60) == 75
     check_nothing_is_left(tmp_path)
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))
 PACKAGES = [ROOT, ROOT / "core", ROOT / "cli", *PLUGINS]
 BASES = {"algorithms": Algorithm, "callbacks": Callback, "loggers": LoggerDestination}
-NEEDED_BY_KERNEL_TRAIN = {"numbers", "progress_bar", "file_logger", "torchrun"}
+NEEDED_BY_KERNEL_TRAIN = {"numbers", "progress_bar", "file_logger", "torchrun", "checkpoint_saver"}
 
 
 def project(folder: Path) -> dict[str, Any]:

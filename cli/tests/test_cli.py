@@ -199,7 +199,7 @@ def test_train_leaves_a_run_and_prints_what_happened(folder: Path) -> None:
     ):
         assert text in result.stderr
     run = folder / "runs" / "one"
-    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl", "plan.json"]
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl", "plan.json"]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert records[0]["hyperparameters"]["seed"] == 3
     losses = [record["loss/train/total"] for record in records if "loss/train/total" in record]
@@ -411,6 +411,7 @@ def test_settings_of_plugins_evaluations_and_names(folder: Path) -> None:
     again = kernel("train", "mixed.YAML", "--run-name", "mixed")
     assert again.exit_code == 2
     assert "holds a run already. Choose another name" in again.stderr
+    assert "kernel train --resume runs/mixed" in again.stderr
     plan = document(kernel("plan", "line", "-o", "file_logger.flush_interval=7", "--json"))
     (logger,) = [one for one in plan["plugins"] if one["name"] == "file_logger"]
     assert logger["options"]["flush_interval"] == 7
@@ -479,13 +480,17 @@ def test_help_and_list_import_no_torch(site: Path) -> None:
     assert "Train PyTorch models with plugins." in done.stdout
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupting_closes_and_says_so(number: int, code: int, site: Path, folder: Path) -> None:
-
+@pytest.mark.parametrize(
+    ("number", "saves", "code"),
+    [(signal.SIGINT, False, 130), (signal.SIGTERM, False, 143), (signal.SIGTERM, True, 75), (signal.SIGINT, True, 75)],
+)
+def test_interrupting_closes_and_says_so(number: int, saves: bool, code: int, site: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "kernel_cli.main", "train", "line", "--max-duration", "10m", "--run-name", "long"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     held = signal.signal(signal.SIGINT, signal.default_int_handler)  # a child inherits it if it is ignored here
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(
+        [*command, *([] if saves else ["--no-checkpoints"])], stderr=subprocess.PIPE, env=environment
+    )
     signal.signal(signal.SIGINT, held)
     deadline = time.monotonic() + 60
     while not (folder / "runs" / "long" / "plan.json").exists() and time.monotonic() < deadline:
@@ -496,3 +501,5 @@ def test_interrupting_closes_and_says_so(number: int, code: int, site: Path, fol
     assert process.returncode == code
     assert "Error: interrupted" in error
     assert (folder / "runs" / "long" / "metrics.jsonl").read_text().endswith("\n")
+    assert (folder / "runs" / "long" / "checkpoints").exists() == saves
+    assert error.endswith("\n  kernel train --resume runs/long\n") == saves

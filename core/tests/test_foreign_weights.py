@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from kernel_core import Classifier, Trainer
-from kernel_core.checkpoint.export import Weights, export_file
+from kernel_core.checkpoint.contents import read_lock
+from kernel_core.checkpoint.export import Weights, export_file, export_folder
 from kernel_core.checkpoint.foreign import is_foreign, open_foreign, renamed
 from kernel_core.checkpoint.locate import locate
 from kernel_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointMissingError
@@ -39,8 +40,8 @@ class Net(nn.Module):
         return self.again(self.last(self.norm(self.first(x))))
 
 
-def make(path: Any, seed: int = 1, **arguments: Any) -> Trainer:
-    model = Classifier(Net(seed))
+def make(path: Any, seed: int = 1, model: Classifier | None = None, **arguments: Any) -> Trainer:
+    model = model or Classifier(Net(seed))
     data = TensorDataset(torch.randn(8, 3), torch.zeros(8, dtype=torch.int64))
     return Trainer(
         model=model,
@@ -279,6 +280,32 @@ def test_an_exported_file_is_every_name_of_the_model_and_begins_another_run(tmp_
         expected = found[name].bfloat16() if found[name].is_floating_point() else found[name]
         assert torch.equal(value, expected)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "half.safetensors", "w.safetensors"]
+
+
+class Described(Classifier):
+    files: dict[str, Any] = {"config.json": {"width": 5, "dtype": "float32"}}
+
+    def export_form(self) -> dict[str, Any]:
+        return {"format": "theirs", "prefix": "module.", "files": self.files}
+
+
+def test_a_model_says_how_another_library_reads_it_and_not_where_files_go(tmp_path: Path) -> None:
+    with make(None, model=Described(Net(7))) as trainer:
+        urls = [trainer.save_checkpoint(tmp_path / "checkpoints", "good")]
+        for number, name in enumerate(("../evil.json", "a/b.json", "run.py", ".hidden.json")):
+            trainer.state.model.files = {name: {}}  # type: ignore[assignment]
+            urls.append(trainer.save_checkpoint(tmp_path / "checkpoints", f"bad{number}"))
+    found = [locate(url) for url in urls]
+    with Weights(found[0]) as weights:
+        export_folder(weights, read_lock(found[0]), tmp_path / "out", "theirs", "float16")
+        with pytest.raises(CheckpointMismatchError, match=r"does not hold how other describes its model, a Described"):
+            export_folder(weights, read_lock(found[0]), tmp_path / "other", "other")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"width": 5, "dtype": "float16"}
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == wanted().keys()
+    for one in found[1:]:
+        with Weights(one) as weights, pytest.raises(CheckpointFormatError, match=r"its files for theirs are named"):
+            export_folder(weights, read_lock(one), tmp_path / "bad", "theirs")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out"]
 
 
 def on_ranks(folder: str, engine: Any) -> bool:

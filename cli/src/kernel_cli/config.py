@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kernel_core.errors import ConfigError
+from kernel_core.errors import ConfigError, TimeStringError
 from kernel_core.naming import did_you_mean, normalize
-from kernel_core.recipe import Config, Recipe, load_recipe, merge
+from kernel_core.recipe import Config, Recipe, load_recipe, merge, plugin_label, with_saver
+from kernel_core.registry.discovery import installed_plugins
+from kernel_core.timing import Time, TimeUnit
 
 DEFAULT_RECIPE = "numbers"
+LOGGER, SAVER = "file_logger", "checkpoint_saver"  # every run of the command has them, unless told otherwise
 
 
 class Loader(yaml.SafeLoader):
@@ -32,6 +35,21 @@ for _tag, _pattern, _first in (
     ),
 ):
     Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes what ``Loader``, or a reader of older YAML, would take for something else than text."""
+
+
+Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
+}
+
+
+def write_yaml(document: Any) -> str:
+    """Return ``document`` as text that ``read_yaml`` reads."""
+    return yaml.dump(document, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(text: str, where: str) -> Any:
@@ -54,6 +72,10 @@ class Source:
     recipe: Recipe
     recipe_name: str | None
 
+    def document(self, config: Config) -> Config:
+        """Return ``config``, made from this one, as a document that leads back to the recipe."""
+        return {**({"recipe": self.recipe_name} if self.recipe_name else {}), **config}
+
 
 def load_source(source: str | None) -> Source:
     """Return the document and the recipe for what the user named: a file, a recipe, or nothing.
@@ -66,19 +88,40 @@ def load_source(source: str | None) -> Source:
         name = source or DEFAULT_RECIPE
         recipe = load_recipe(name)
         return Source(merge({}, recipe.config), recipe, name)
+    return source_of(read_document(Path(source)), source)
+
+
+def read_document(path: Path) -> Config:
+    """Return the document in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read or holds something else than sections.
+    """
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}.") from None
-    config = read_yaml(text, source)
+        raise ConfigError(f"{path}: cannot be read: {error}.") from None
+    config = read_yaml(text, str(path))
     if not isinstance(config, dict):
         raise ConfigError(
-            f"{source}: got {type(config).__name__}. Expected sections such as model, data, optimizer, train."
+            f"{path}: got {type(config).__name__}. Expected sections such as model, data, optimizer, train."
         )
-    config = dict(config)
-    recipe_name = config.pop("recipe", None)
-    recipe = Recipe("", {}) if recipe_name is None else load_recipe(str(recipe_name))
-    return Source(merge(merge({}, recipe.config), config), recipe, recipe_name)
+    return config
+
+
+def source_of(document: Mapping[str, Any], where: str) -> Source:
+    """Return a document on top of the recipe that it names, if it names one.
+
+    Raises:
+        ConfigError: a section or key is unknown; ``where`` says where it stands.
+        PluginNotFoundError: there is no such recipe.
+    """
+    config = dict(document)
+    name = config.pop("recipe", None)
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"{where}: recipe: got {name!r}. Expected the name of an installed recipe.")
+    recipe = Recipe("", {}) if name is None else load_recipe(name)
+    return Source(merge(merge({}, recipe.config), config), recipe, name)
 
 
 def assignments(texts: Iterable[str], flag: str) -> list[tuple[str, str, Any]]:
@@ -103,9 +146,17 @@ def apply_arguments(
 ) -> Config:
     """Put the command line on top of ``config``.
 
+    The result is what the run's ``config.yaml`` keeps; ``complete`` adds what the command gives every run.
+
     Raises:
         ConfigError: a section, key or plugin is unknown, or an argument is malformed.
     """
+    section = config.get("checkpoint", {})
+    if (
+        "save_interval" not in section
+    ):  # fixed by the document: a run that goes on for longer is saved as often as before
+        interval = save_interval(config.get("train", {}).get("max_duration", 1))
+        config = {**config, "checkpoint": {"save_interval": interval, **section}}
     for section, key, value in assignments(settings, "--set"):
         plugin, dot, option = key.partition(".")
         if section == "parallelism" and dot:
@@ -115,16 +166,16 @@ def apply_arguments(
         config = merge(config, {section: nested})
     config = merge(config, {"train": {key: value for key, value in train.items() if value is not None}})
     named = [name.strip() for name in plugins.split(",") if name.strip()]
-    known = {_label(key): key for key in config.get("plugins", {})}
+    known = {plugin_label(key): key for key in config.get("plugins", {})}
     for name in named:
-        if _label(name) in map(_label, named[: named.index(name)]) or named.count(name) > 1:
+        if plugin_label(name) in map(plugin_label, named[: named.index(name)]) or named.count(name) > 1:
             raise ConfigError(f"--plugins: {name} is named twice. Give one of them an id of its own: 'other={name}'.")
-        if _label(name) in known:
+        if plugin_label(name) in known:
             continue
         config = merge(config, {"plugins": {name: {}}})
-        known[_label(name)] = name
-    config = with_file_logger(config)
-    known |= {_label(key): key for key in config["plugins"]}
+        known[plugin_label(name)] = name
+    config = merge(config, {"plugins": {}})
+    known |= {plugin_label(key): key for key in complete(config)["plugins"]}
     engines = {normalize(name): name for name in config.get("parallelism", {})}
     for plugin, option, value in assignments(options, "-o"):
         if normalize(plugin) in engines:
@@ -169,16 +220,31 @@ def with_model(config: Config, model: str | None) -> Config:
     return merge({key: value for key, value in config.items() if key != "model"}, {"model": chosen})
 
 
-def with_file_logger(config: Config) -> Config:
-    """Add the logger that writes ``metrics.jsonl``, with placeholders so that the plan is the same for every run."""
+def complete(config: Config) -> Config:
+    """Return ``config`` with what every run of the command has: where its metrics and its checkpoints go.
+
+    They are placeholders, so that the plan is the same for every run. What ``config`` says of them wins.
+    """
     folder = config.get("logging", {}).get("folder", "runs")
-    config = merge(config, {"logging": {"folder": folder}})
-    if any(_label(key) == "file_logger" for key in config.get("plugins", {})):
-        return config
-    return merge(config, {"plugins": {"file_logger": {"filename": f"{folder}/{{run_name}}/metrics.jsonl"}}})
+    plugins = dict(config.get("plugins", {}))
+    logger = next((key for key in plugins if plugin_label(key) == LOGGER), LOGGER)
+    plugins[logger] = {"filename": f"{folder}/{{run_name}}/metrics.jsonl", **(plugins.get(logger) or {})}
+    completed = {**config, "plugins": plugins, "logging": {**config.get("logging", {}), "folder": folder}}
+    section = config.get("checkpoint", {})
+    asked = "save_folder" in section or SAVER in map(plugin_label, plugins)
+    if section.get("enabled", True) and (asked or any(info.name == SAVER for info in installed_plugins())):
+        completed["checkpoint"] = {"save_folder": f"{folder}/{{run_name}}/checkpoints", **section}
+    return with_saver(completed)
 
 
-def _label(key: str) -> str:
-    """Return what ``-o`` calls a plugin: the id of ``id=name``, else the name without its distribution."""
-    plugin_id, equals, name = key.partition("=")
-    return normalize(plugin_id if equals else name or plugin_id.rpartition(":")[2])
+def save_interval(max_duration: Any) -> str:
+    """Return how often a run saves itself unless told otherwise.
+
+    A run that is counted in epochs, after each, as Composer does. One that is counted in anything else may never end an
+    epoch: it is saved four times, whatever its length, so that neither time nor disk space grow with the number of batches.
+    """
+    try:
+        unit = Time.from_input(max_duration, TimeUnit.EPOCH).unit
+    except TimeStringError:  # whoever reads it next says what is wrong with it
+        unit = TimeUnit.EPOCH
+    return "1ep" if unit is TimeUnit.EPOCH else "0.25dur"

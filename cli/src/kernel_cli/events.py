@@ -7,6 +7,7 @@ of two microbatches are trained, evaluated and predicted. Pairs of hooks give th
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 import click
 import torch
 from kernel_core import Callback, Evaluator, TrainableModel, Trainer, hookimpl, hooks
+from kernel_core.checkpoint.request import SaveRequest
 from kernel_core.engine import SingleEngine
 from kernel_core.registry.hookmanager import HookManager
 
@@ -47,7 +49,7 @@ class Node:
 Trace = list[tuple[str, str]]
 
 
-def _recorder(trace: Trace, fail: bool = False) -> Callback:
+def _recorder(trace: Trace, folder: str, fail: bool = False) -> Callback:
     def answer(hook: str) -> Callable[..., Any]:
         def record(self: Any) -> Any:
             trace.append(("event", hook))
@@ -65,8 +67,18 @@ def _recorder(trace: Trace, fail: bool = False) -> Callback:
     def kernel_addhooks(self: Any, hooks: Any) -> None:
         trace.append(("event", "kernel_addhooks"))
 
+    def checkpoint_folder(self: Any) -> str:
+        trace.append(("event", "checkpoint_folder"))
+        return folder
+
+    def should_save(self: Any) -> SaveRequest:
+        trace.append(("event", "should_save"))
+        trace.append(("action", "copy the run; a thread writes the copy"))
+        return SaveRequest(folder, "{batch}", latest=None, asynchronous=False)  # so that its end has one place
+
     methods = {name: answer(name) for name in HookManager().specs}
-    methods |= {function.__name__: hookimpl(function) for function in (transform_model, kernel_addhooks)}
+    special = (transform_model, kernel_addhooks, checkpoint_folder, should_save)
+    methods |= {function.__name__: hookimpl(function) for function in special}
     made: Callback = type("Recorder", (Callback,), methods)()
     return made
 
@@ -151,6 +163,11 @@ class _Optimizer(torch.optim.SGD):
 
 def record_run() -> Trace:
     """Train, evaluate and predict, then fail, and return what happened in order."""
+    with tempfile.TemporaryDirectory(prefix="kernel-events-") as folder:
+        return _record_run(folder)
+
+
+def _record_run(folder: str) -> Trace:
     trace: Trace = []
     data = _Data([torch.ones(4, 2), torch.ones(4, 2)])
     data.trace = trace
@@ -178,7 +195,12 @@ def record_run() -> Trace:
     ]
     trace.append(("call", "Trainer(...)"))
     trainer = make(
-        model=_Model(trace), eval_dataloader=evaluators, plugins=[_recorder(trace)], parallelism=_Engine(trace)
+        model=_Model(trace),
+        eval_dataloader=evaluators,
+        plugins=[_recorder(trace, folder)],
+        parallelism=_Engine(trace),
+        run_name="recorded",
+        autoresume=True,
     )
     trace.append(("call", "trainer.fit()"))
     trainer.fit()
@@ -192,7 +214,7 @@ def record_run() -> Trace:
     try:
         data.trace, kept = failing, trace
         trace = failing
-        make(model=_Model(failing), plugins=[_recorder(failing, fail=True)]).fit()
+        make(model=_Model(failing), plugins=[_recorder(failing, folder, fail=True)]).fit()
     except RuntimeError:
         kept.append(("call", "when fit raises"))
         kept += failing[failing.index(("event", "fit_failed")) :]

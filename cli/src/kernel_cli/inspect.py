@@ -84,9 +84,9 @@ def show_plan(
     from kernel_core.registry.plan import build_plan, resolve
     from kernel_core.train.arguments import with_defaults
 
-    from kernel_cli.config import apply_arguments, load_source
+    from kernel_cli.config import apply_arguments, complete, load_source
 
-    config = apply_arguments(load_source(source).config, plugins, options, settings, {})
+    config = complete(apply_arguments(load_source(source).config, plugins, options, settings, {}))
     active = resolve(plugin_requests(config["plugins"]))
     bar = config["logging"].get("progress_bar", True)
     plan = build_plan(with_defaults(active, ["progress_bar"] if bar else []))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kernel_core.launcher import Launcher
 
 DEFAULT_LAUNCHER = "torchrun"
+RUN_NAME = "KERNEL_RUN_NAME"  # that of a job whose ranks are started again: it must not change
 F = Callable[..., Any]
 
 # what a job is made of: option, type, environment variable, help
@@ -55,6 +56,19 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {key: value for key, value in given.items() if key in names}, {
         key: value for key, value in given.items() if key not in names
     }
+
+
+def given_flags(context: click.Context) -> list[str]:
+    """Return the flags of a job as the command line has them."""
+    names = {names[-1].removeprefix("--").replace("-", "_") for names, _ in _OPTIONS}
+    flags: list[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name in names and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            value = context.params[name]
+            for one in value if parameter.multiple else (value,):
+                flags += [parameter.opts[0], str(one)]
+    return flags
 
 
 def is_rank() -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 import click
 from kernel_core.errors import KernelError
 
-from kernel_cli.launch import is_rank, job_options, split
-from kernel_cli.output import Document, document
+from kernel_cli.launch import RUN_NAME, given_flags, is_rank, job_options, split
+from kernel_cli.output import Document, Result, document
 
 PLUGINS_HELP = "Plugins to use, by name, comma separated. 'id=name' uses one a second time."
 OPTION_HELP = "An option of a plugin: plugin.option=value. May be repeated."
@@ -49,6 +49,11 @@ def cli() -> None:
 @click.option("--model", metavar="NAME[:WHAT]", help="An installed model instead of the recipe's: huggingface:PATH.")
 @click.option("--parallelism", metavar="A,B", help="The engine, and transforms beside it: ddp; fsdp,tensor_parallel.")
 @click.option("--timeline", is_flag=True, help="Measure where the time goes, and print it at the end.")
+@click.option("--resume", metavar="RUN|PATH|latest", help="Go on with a run, or from a checkpoint, with its settings.")
+@click.option(
+    "--autoresume", is_flag=True, help="Go on with the run of that name if it has a checkpoint, else begin it."
+)
+@click.option("--no-checkpoints", is_flag=True, help="Save no checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Print plan and surgery report and train nothing.")
 @click.option("--strict", is_flag=True, help="Make warnings about plan and surgery errors.")
 @job_options
@@ -59,11 +64,15 @@ def train(**arguments: Any) -> None:
     several processes.
     """
     job, arguments = split(arguments)
+    flags = given_flags(click.get_current_context())
     if not is_rank() and (job["nproc"] is not None or job["nnodes"] != "1"):
+        from kernel_cli.start import fresh_name
+
+        os.environ[RUN_NAME] = fresh_name()  # if nobody gives another: ranks that start again keep it
         _launch(("kernel_cli.main", *sys.argv[1:]), "module", as_json=arguments["as_json"], **job)
     from kernel_cli.train import train as run
 
-    _run(run, **arguments)
+    _run(run, **arguments, job=flags)
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -100,7 +109,7 @@ def plan(**arguments: Any) -> None:
     """Show which plugin runs at which event, in what order, and why."""
     from kernel_cli.inspect import show_plan
 
-    _run(show_plan, **arguments)
+    _look(show_plan, **arguments)
 
 
 @cli.group()
@@ -114,7 +123,7 @@ def plugins_list(as_json: bool) -> None:
     """List every installed plugin. Nothing is imported."""
     from kernel_cli.inspect import list_plugins
 
-    _run(list_plugins, as_json=as_json)
+    _look(list_plugins, as_json=as_json)
 
 
 @plugins.command("show")
@@ -124,7 +133,79 @@ def plugins_show(name: str, as_json: bool) -> None:
     """Show one plugin: where it comes from, its options, hooks and order."""
     from kernel_cli.inspect import show_plugin
 
-    _run(show_plugin, name=name, as_json=as_json)
+    _look(show_plugin, name=name, as_json=as_json)
+
+
+@cli.group()
+def checkpoint() -> None:
+    """Look at checkpoints, compare them, and write their weights for others."""
+
+
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+
+
+@checkpoint.command("list")
+@click.argument("folder", default="runs", metavar="[FOLDER|RUN|URL]")
+@JSON_OPTION
+def checkpoint_list(**arguments: Any) -> None:
+    """List the checkpoints of a run or of all runs in a folder, the newest first. Their files are not read."""
+    from kernel_cli.checkpoint import list_checkpoints
+
+    _look(list_checkpoints, **arguments)
+
+
+@checkpoint.command("show")
+@click.argument("path", metavar="CHECKPOINT|RUN")
+@click.option("--tensors", is_flag=True, help="Show every tensor of the model with its shape.")
+@JSON_OPTION
+def checkpoint_show(**arguments: Any) -> None:
+    """Show what a checkpoint says about itself: plan, options, surgery, environment. Of a run, the newest."""
+    from kernel_cli.checkpoint import show_checkpoint
+
+    _look(show_checkpoint, **arguments)
+
+
+@checkpoint.command("verify")
+@click.argument("paths", nargs=-1, required=True, metavar="CHECKPOINT|RUN...")
+@JSON_OPTION
+def checkpoint_verify(**arguments: Any) -> None:
+    """Read every file and compare it with what was written; exit with 1 if one is damaged. Of a run, all checkpoints."""
+    from kernel_cli.checkpoint import verify_checkpoints
+
+    _look(verify_checkpoints, **arguments)
+
+
+@checkpoint.command("diff")
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@JSON_OPTION
+def checkpoint_diff(**arguments: Any) -> None:
+    """Show how two checkpoints differ: plugins, settings, environment and weights."""
+    from kernel_cli.compare import diff_checkpoints
+
+    _look(diff_checkpoints, **arguments)
+
+
+@checkpoint.command("export")
+@click.argument("path", metavar="CHECKPOINT|RUN")
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--format",
+    "form",
+    default="safetensors",
+    show_default=True,
+    type=click.Choice(["safetensors", "huggingface"]),
+    help="One file, or a folder for from_pretrained.",
+)
+@click.option(
+    "--dtype", type=click.Choice(["float64", "float32", "float16", "bfloat16"]), help="Of the weights written."
+)
+@JSON_OPTION
+def checkpoint_export(**arguments: Any) -> None:
+    """Write the weights of a checkpoint for other programs."""
+    from kernel_cli.compare import export_checkpoint
+
+    _run(export_checkpoint, **arguments)
 
 
 @cli.command()
@@ -133,7 +214,20 @@ def events(as_json: bool) -> None:
     """Show the training loop with every event in its place, recorded from a small run."""
     from kernel_cli.events import show_events
 
-    _run(show_events, as_json=as_json)
+    _look(show_events, as_json=as_json)
+
+
+def _look(command: Callable[..., Any], **arguments: Any) -> None:
+    """Run a subcommand that only prints; a reader that has seen enough, such as ``head``, is no error."""
+
+    def look(**arguments: Any) -> Any:
+        try:
+            return command(**arguments)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return None
+
+    _run(look, **arguments)
 
 
 def _run(command: Callable[..., Any], **arguments: Any) -> None:
@@ -142,6 +236,8 @@ def _run(command: Callable[..., Any], **arguments: Any) -> None:
         code = 0
         try:
             out.value = command(**arguments)
+            if isinstance(out.value, Result):
+                out.value, code = out.value.value, out.value.exit_code
         except BaseException as error:
             code = _report(out, error)
     sys.exit(code)

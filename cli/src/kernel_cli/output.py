@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -17,6 +18,14 @@ class Document:
     """Holds what a command returns until it is printed."""
 
     value: Any = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command returns that was done and found something wrong: its document, and the exit code."""
+
+    value: Any
+    exit_code: int
 
 
 @contextlib.contextmanager

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
+import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-import yaml
-from kernel_core.errors import ConfigError, KernelError, OrderError, StartAgain
-from kernel_core.recipe import Config, build_trainer, merge
+from kernel_core.errors import ConfigError, Interrupted, KernelError, OrderError, StartAgain
+from kernel_core.recipe import build_trainer
 
-from kernel_cli.config import Source, apply_arguments, load_source, with_model, with_parallelism
-from kernel_cli.launch import was_started_before
+from kernel_cli.config import complete, source_of, write_yaml
 from kernel_cli.output import columns, kernel_log
+from kernel_cli.runs import checkpoint_folder
+from kernel_cli.start import Request, Start, decide
+
+METRICS = "metrics.jsonl"
 
 
 def train(
@@ -34,10 +36,18 @@ def train(
     model: str | None,
     parallelism: str | None,
     timeline: bool,
+    resume: str | None,
+    autoresume: bool,
+    no_checkpoints: bool,
     dry_run: bool,
     strict: bool,
+    job: Sequence[str] = (),
 ) -> dict[str, Any] | None:
-    """Train and return the result document; it is printed when ``as_json``."""
+    """Train and return the result document; it is printed when ``as_json``.
+
+    Args:
+        job: The flags that start as many processes again, for the command that goes on.
+    """
     started = time.perf_counter()
     given = {
         "max_duration": max_duration,
@@ -47,37 +57,57 @@ def train(
         "precision": precision,
         "strict": strict or None,
     }
-    origin = load_source(source)
     plugins = ",".join(filter(None, [plugins, "timeline" if timeline else ""]))
-    config = with_parallelism(with_model(origin.config, model), parallelism)
-    config, name = _complete(apply_arguments(config, plugins, options, settings, given))
-    folder = Path(config["logging"]["folder"]) / name
-    if (folder / "plan.json").exists() and not dry_run and not was_started_before():
-        raise ConfigError(f"run_name: {folder} holds a run already. Choose another name, or remove the folder.")
-    trainer = build_trainer(
-        config, origin.recipe.functions, run_name=name, progress_bar=config["logging"].get("progress_bar", True)
+    start = decide(
+        Request(
+            source,
+            plugins,
+            tuple(options),
+            tuple(settings),
+            given,
+            model,
+            parallelism,
+            resume,
+            autoresume,
+            no_checkpoints,
+        )
     )
+    origin = source_of(start.document, f"run {start.name}")
+    config = complete(start.config(origin))
+    folder = start.folder
+    if (folder / "plan.json").exists() and not dry_run and not start.goes_on:
+        raise ConfigError(
+            f"run_name: {folder} holds a run already. Choose another name, remove the folder, or go on with it: "
+            f"kernel train --resume {folder}."
+        )
+    trainer = build_trainer(
+        config,
+        origin.recipe.functions,
+        run_name=start.name,
+        progress_bar=config["logging"].get("progress_bar", True),
+        config=start.document,
+    )
+    done = trainer.state.progress.batch
     with trainer:
-        _say(f"run {trainer.state.run_name}: {origin.recipe.summary or source}")
+        _say(f"run {trainer.state.run_name}: {origin.recipe.summary or source or start.name}")
+        _say(start.note or None)
+        if trainer.loaded_from is not None:
+            _say(f"begins from {trainer.loaded_from}, batch {done}")
         _print_surgery(trainer)
         _print_plan(trainer)
         if config["train"].get("strict") and trainer.surgery_report.remarks:
             raise OrderError(f"--strict: {trainer.surgery_report.remarks[0]}")
         if not dry_run:
             if trainer.state.rank == 0:
-                _write_run(folder, origin, config, trainer)
-            try:
-                with kernel_log():
-                    trainer.fit()
-            except StartAgain:
-                raise  # its exit code tells the launcher what to do
-            except KernelError as error:
-                error.exit_code = 1  # training had begun: the run failed, it was not refused
-                raise
+                _write_run(folder, start, trainer)
+            _fit(trainer, folder, checkpoint_folder(start.config(origin), start.name), job)
     metrics = _metrics(trainer)
+    finished = not dry_run and trainer.loaded_from is not None and trainer.state.progress.batch == done
     if not dry_run:
+        if finished:
+            _say(f"run {trainer.state.run_name} is finished: nothing was left to train.")
         _print_metrics(metrics)
-        _say(f"\n{folder}/ holds config.yaml, plan.json and metrics.jsonl.")
+        _say(f"\n{folder}/ holds {_contents(config)}.")
     if trainer.state.rank:
         return None  # one document is enough
     return {
@@ -87,35 +117,60 @@ def train(
         "metrics": metrics,
         "surgery": trainer.surgery_report.to_json(),
         "plan_digest": trainer.plan.digest,
+        **({"resumed_from": trainer.loaded_from, "finished": finished} if trainer.loaded_from is not None else {}),
         **({"plan": trainer.plan.to_json()} if dry_run else {}),
     }
 
 
-def _complete(config: Config) -> tuple[Config, str]:
-    """Fill in what every run of the command has, the same on all ranks: a seed and a name."""
-    from kernel_core.train.place import Place
+def _fit(trainer: Any, folder: Path, checkpoints: str | None, job: Sequence[str]) -> None:
+    try:
+        with kernel_log():
+            trainer.fit()
+    except StartAgain:
+        raise  # its exit code tells the launcher what to do
+    except KernelError as error:
+        error.exit_code = 1  # training had begun: the run failed, it was not refused
+        raise
+    except Interrupted as error:
+        saved = error.checkpoint
+        if saved is not None:
+            target = (
+                str(folder) if saved.rpartition("/")[0] == checkpoints else saved
+            )  # that of another saver, elsewhere
+            error.add_note(f"{saved} holds the run as it was after batch {trainer.state.progress.batch}. Go on:")
+            error.add_note(command_that_goes_on(target, job, trainer.state.world_size))
+        raise
 
-    seed = config.get("train", {}).get("seed")
-    name = config.get("train", {}).get("run_name")
-    place = Place.of_environment()
-    seed = secrets.randbelow(2**31) if seed is None else seed
-    name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    if place.world_size > 1:  # data and model are made before the trainer joins the ranks
-        from kernel_core.distributed.connection import agree_early
 
-        seed, name = json.loads(agree_early(place, "run", json.dumps([seed, name])))
-    return merge(config, {"train": {"seed": seed}}), name
+def command_that_goes_on(target: str, job: Sequence[str], world_size: int) -> str:
+    """Return the command that goes on with a run, or from a checkpoint.
+
+    Args:
+        target: The folder of the run, or the checkpoint.
+        job: The flags of the launcher, as they were given.
+        world_size: The number of processes; one that another launcher has started them with is written as ``-n``.
+    """
+    job = job if job or world_size == 1 else ("-n", os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    return shlex.join(["kernel", "train", *job, "--resume", target])
 
 
-def _write_run(folder: Path, origin: Source, config: Config, trainer: Any) -> None:
+def _contents(config: dict[str, Any]) -> str:
+    names = ["config.yaml", "plan.json", METRICS]
+    here = f"{config['logging']['folder']}/{{run_name}}/checkpoints"
+    if any((options or {}).get("folder") == here for options in config["plugins"].values()):
+        names.append("checkpoints")
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _write_run(folder: Path, start: Start, trainer: Any) -> None:
     """Write config and plan. ``kernel train <folder>/config.yaml`` does the same run again, under a fresh name."""
     from kernel_core.storage import LocalStorage
 
-    settings = {key: value for key, value in config["train"].items() if key != "run_name"}
-    config = {**({"recipe": origin.recipe_name} if origin.recipe_name else {}), **config, "train": settings}
     storage = LocalStorage(folder)
-    storage.write("config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
-    storage.write("plan.json", json.dumps(trainer.plan.to_json(), indent=2).encode())
+    if trainer.loaded_from is None and storage.exists(METRICS):
+        storage.delete(METRICS)  # it begins anew in its own folder: what was logged before is not of this run
+    storage.put("config.yaml", write_yaml(start.document).encode())
+    storage.put("plan.json", json.dumps(trainer.plan.to_json(), indent=2).encode())
 
 
 def _metrics(trainer: Any) -> dict[str, Any]:
@@ -126,8 +181,8 @@ def _metrics(trainer: Any) -> dict[str, Any]:
     return values
 
 
-def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # of several ranks one speaks
+def _say(text: str | None) -> None:
+    if text is not None and os.environ.get("RANK", "0") == "0":  # of several ranks one speaks
         click.echo(text, err=True)
 
 

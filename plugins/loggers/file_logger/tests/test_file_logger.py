@@ -23,8 +23,22 @@ class Line(TrainableModel):
         return outputs.square().mean()
 
 
-def make(*plugins: Any, **kwargs: Any) -> Trainer:
-    model = Line()
+class Measured(Line):
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:
+        return {} if is_train else {"mean": Mean()}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None: ...
+
+
+class Mean:
+    def reset(self) -> None: ...
+    def update(self) -> None: ...
+    def compute(self) -> float:
+        return 0.25
+
+
+def make(*plugins: Any, run_name: str = "test-run", **kwargs: Any) -> Trainer:
+    model = Measured()
     return Trainer(
         model=model,
         train_dataloader=[torch.ones(4, 2)] * 3,
@@ -32,7 +46,7 @@ def make(*plugins: Any, **kwargs: Any) -> Trainer:
         optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
         plugins=list(plugins),
         device="cpu",
-        run_name="test-run",
+        run_name=run_name,
         progress_bar=False,
         **kwargs,
     )
@@ -179,3 +193,66 @@ def test_scalars_of_all_kinds_are_read_together_and_others_are_left() -> None:
     ]
     read = read_scalars(values)
     assert [read.get(id(value)) for value in values] == [1.5, 3, 2.5, None, None, -1.0]
+
+
+def step_keys(path: Path) -> list[tuple[int, str]]:
+    lines = [line for line in records(path) if "step" in line]
+    return [(line["step"], key) for line in lines for key in line if key not in ("step", "time")]
+
+
+@pytest.mark.parametrize(
+    "damage", ["none", "a line is half written", "the file has lost its end", "the file was edited"]
+)
+def test_a_run_that_was_killed_after_its_checkpoint_has_every_step_once(tmp_path: Path, damage: str) -> None:
+    def trainer(**arguments: Any) -> Trainer:
+        evaluation = [torch.ones(1, 2)]
+        return make(FileLogger(str(tmp_path / "log"), flush_interval=2), eval_dataloader=evaluation, **arguments)
+
+    run = trainer()
+    steps = run.steps()
+    for _ in range(3):
+        next(steps)  # the third batch is the last of its epoch: its evaluation comes after the checkpoint
+    checkpoint = run.save_checkpoint(tmp_path / "checkpoints")
+    for _ in range(2):
+        next(steps)
+    for logger in run.logger._destinations:
+        logger.flush()  # type: ignore[attr-defined]
+    path = tmp_path / "log"  # and here it is killed
+    assert step_keys(path)[-1][0] == 5
+    text = path.read_text()
+    if damage == "a line is half written":
+        path.write_text(text + '{"step": 6, "time"')
+    elif damage == "the file has lost its end":
+        path.write_text(text[: text.index('{"step": 2') + 9])
+    elif damage == "the file was edited":
+        path.write_text("{}\n" + text)
+    with trainer(load_path=checkpoint) as resumed:
+        resumed.fit()
+    found = step_keys(path)
+    losses = [step for step, key in found if key == "loss/train/total"]
+    assert losses == ([1, 4, 5, 6] if damage == "the file has lost its end" else [1, 2, 3, 4, 5, 6])
+    assert [step for step, _ in found] == sorted(step for step, _ in found)
+    if damage != "the file was edited":  # then nobody knows what of the checkpoint's own step came after it
+        assert len(found) == len(set(found))
+        assert [step for step, key in found if key == "metrics/eval/mean"] == [3, 6]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["checkpoints", "log"]
+
+
+def test_a_run_that_begins_from_another_one_s_checkpoint_leaves_what_it_has_logged(tmp_path: Path) -> None:
+    with make(FileLogger(str(tmp_path / "{run_name}"))) as first:
+        first.fit()
+        checkpoint = first.save_checkpoint(tmp_path / "checkpoints")
+    (tmp_path / "second").write_text('{"step": 99}\n')
+    with make(FileLogger(str(tmp_path / "{run_name}")), run_name="second", load_path=checkpoint) as second:
+        second.fit(duration="1ep")
+    assert records(tmp_path / "second")[0] == {"step": 99}
+    assert step_keys(tmp_path / "second")[-1][0] == 9
+
+
+def test_a_run_that_is_resumed_keeps_its_file_even_if_it_was_to_be_replaced(tmp_path: Path) -> None:
+    with make(FileLogger(str(tmp_path / "log"), overwrite=True)) as first:
+        first.fit()
+        checkpoint = first.save_checkpoint(tmp_path / "checkpoints")
+    with make(FileLogger(str(tmp_path / "log"), overwrite=True), load_path=checkpoint) as second:
+        second.fit(duration="1ba")
+    assert [step for step, key in step_keys(tmp_path / "log") if key == "loss/train/total"] == [1, 2, 3, 4, 5, 6, 7]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -15,7 +17,7 @@ from kernel_core.errors import OptionError
 from pydantic import Field
 from torch import Tensor
 
-__all__ = ["FileLogger", "json_line", "jsonable", "read_scalars"]
+__all__ = ["FileLogger", "cut_back", "json_line", "jsonable", "read_scalars"]
 
 encode = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each record
 
@@ -71,16 +73,47 @@ def json_line(record: Mapping[str, Any], read: Mapping[int, Any]) -> str:
     return f"{{{', '.join(entries)}}}\n"
 
 
+def cut_back(path: Path, num_bytes: int | None, step: int) -> None:
+    """Drop from a file of records what was written after a checkpoint was taken. Old file or new, never a part of it.
+
+    Args:
+        path: The file; one that is not there is left so.
+        num_bytes: How much of it there was when the checkpoint was taken, None if nobody knows.
+        step: The batch at which it was taken. It counts where the file does not reach back to then.
+    """
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    if num_bytes is not None and num_bytes <= len(data) and data[:num_bytes][-1:] in (b"\n", b""):
+        os.truncate(path, num_bytes)
+        return
+    lines = data.splitlines(keepends=True)
+    temporary = path.with_name(f".{path.name}.cut")
+    with temporary.open("wb") as file:
+        file.writelines(line for line in lines if line.endswith(b"\n") and _step_of(line) <= step)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return json.loads(line).get("step", 0)  # type: ignore[no-any-return]
+    except (ValueError, AttributeError):
+        return float("inf")
+
+
 class FileLogger(LoggerDestination):
     """Append each record to a file as a line ``{"step": …, "time": …, "<metric>": …}``.
 
     Tensors are kept as they are until the next flush, so that logging never waits for the device in the middle of a
-    step.
+    step. A checkpoint knows how much was written when it was taken; a run that goes on from it drops what came later, so that
+    each step is there once.
 
     Args:
         filename: Where to; ``{run_name}`` and ``{rank}`` are filled in. Folders are made.
         flush_interval: Write after so many records, and at the end of an epoch, an evaluation and the run.
-        overwrite: Replace a file that is there; without it, records are appended.
+        overwrite: Replace a file that is there; without it, records are appended. A run that is resumed appends to its own.
     """
 
     def __init__(
@@ -102,16 +135,33 @@ class FileLogger(LoggerDestination):
         self._path = Path()
         self._file: TextIO | None = None
         self._waiting: list[dict[str, Any]] = []
+        self._run_name = ""
+        self._resumed: Mapping[str, Any] | None = None
 
     @hookimpl
     def init(self, state: State) -> None:
         """Fill in the placeholders. The file is made when the run begins, so that one that is refused leaves none."""
+        self._run_name = state.run_name
         self._path = Path(self.filename.format(run_name=state.run_name, rank=state.rank))
 
     @hookimpl
-    def fit_start(self) -> None:
-        """Open the file."""
+    def fit_start(self, state: State) -> None:
+        """Open the file; in a run that is resumed, without what was written after the checkpoint."""
+        if self._resumed is not None and self._file is None:
+            cut_back(self._path, self._resumed["num_bytes"], state.progress.batch)
         self._open()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write what is waiting, so that it is there when the run is resumed, and return how much the file holds."""
+        with contextlib.suppress(OSError):  # the next flush tries again, and says so
+            self.flush()
+        num_bytes = None if self._file is None else os.fstat(self._file.fileno()).st_size
+        return {"run_name": self._run_name, "num_bytes": num_bytes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the file, if it is that of the same run."""
+        if state.get("run_name") == self._run_name:
+            self._resumed = state
 
     @hookimpl
     def eval_standalone_start(self) -> None:
@@ -121,7 +171,7 @@ class FileLogger(LoggerDestination):
     def _open(self) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("w" if self.overwrite else "a", encoding="utf-8")
+            self._file = self._path.open("w" if self.overwrite and self._resumed is None else "a", encoding="utf-8")
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
         """Keep the record; write when enough are waiting."""

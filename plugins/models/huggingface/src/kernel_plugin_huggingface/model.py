@@ -168,6 +168,10 @@ class HuggingFaceModel(TrainableModel):
         """
         saving.save(self.model, self.tokenizer, Path(folder), self.should_save_peft_only)
 
+    def export_form(self) -> dict[str, Any] | None:
+        """Return the configuration, so that a checkpoint alone can be exported; None with adapters."""
+        return None if self.using_peft else saving.export_form(self.model)
+
     @classmethod
     def from_pretrained(
         cls, folder: str | Path, base_model: nn.Module | None = None, **options: Any

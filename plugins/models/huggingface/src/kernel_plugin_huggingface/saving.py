@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,20 @@ def save(model: Any, tokenizer: Any, folder: Path, adapters_only: bool) -> None:
     model.save_pretrained(adapters)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def export_form(model: Any) -> dict[str, Any]:
+    """Return what a checkpoint keeps, so that ``kernel checkpoint export`` can write a folder without this model.
+
+    The tokenizer is not part of it: its files may be larger than the model's.
+    """
+    config = json.loads(model.config.to_json_string())
+    config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+    files = {"config.json": config}
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        files["generation_config.json"] = json.loads(generation.to_json_string())
+    return {"format": "huggingface", "prefix": "model.", "files": files}
 
 
 def load(folder: Path, base_model: Any = None) -> tuple[Any, Any]:
