@@ -16,7 +16,6 @@ import torch
 
 from kernel_core.checkpoint.capture import Ignore
 from kernel_core.checkpoint.request import SaveRequest
-from kernel_core.data.loader import resumable_loader
 from kernel_core.data.spec import DataSpec
 from kernel_core.engine import Engine
 from kernel_core.errors import TrainerError
@@ -55,8 +54,9 @@ from kernel_core.train.evaluation import Evaluations, evaluate, share_metrics
 from kernel_core.train.evaluator import Evaluator, Interval, as_evaluators, as_interval, check_subset
 from kernel_core.train.failure import raise_all
 from kernel_core.train.first_step import look_at_first_step
-from kernel_core.train.forward import Microbatch, batches_within
+from kernel_core.train.forward import Microbatch
 from kernel_core.train.lifetime import Lifetime
+from kernel_core.train.loaders import Loaders
 from kernel_core.train.loop import training_steps
 from kernel_core.train.parallelism import Parallelism, resolve_parallelism
 from kernel_core.train.place import Place
@@ -269,7 +269,7 @@ class Trainer:
             self._lifetime.checkpoint = partial(self._checkpoints.durable_now, self.state)
             engine.watch(self.state, lambda: self._starting or self._lifetime.busy)
             self._strict = strict
-            self._train_subset_num_batches = train_subset_num_batches
+            self._loaders = Loaders(self.state, self._ranks, train_subset_num_batches)
             self._step_schedulers_every_batch = step_schedulers_every_batch
             self.state.spin_dataloaders = spin_dataloaders
             self.state.eval_interval = as_interval(eval_interval)
@@ -280,12 +280,11 @@ class Trainer:
             self.state.schedulers = scaled_schedulers(as_list(schedulers), scale_schedule_ratio)
             if scale_schedule_ratio != 1.0 and self.state.max_duration is not None:
                 self.state.max_duration = scaled(self.state.max_duration, scale_schedule_ratio)
-            self._set_evaluators(eval_dataloader, eval_subset_num_batches)
+            self._loaders.set_evaluators(eval_dataloader, eval_subset_num_batches)
             check_iterations(self.state)
-            self._data: DataSpec | None = None
             self._evaluations: Evaluations | None = None
             if train_dataloader is not None:
-                self._set_train_data(train_dataloader)
+                self._loaders.set_train(train_dataloader, self._checkpoints.global_batch_size)
             if deterministic_mode:
                 self._lifetime.at_close.append(_deterministic())
             try:
@@ -330,7 +329,7 @@ class Trainer:
             self.logger,
             self._ranks,
             lambda: self._precision,
-            lambda: self._data,
+            lambda: self._loaders.train,
             lambda: self._evaluations,
         )
         self._watch = StructureWatch(state.model, self.surgery_report, self._strict)
@@ -343,42 +342,6 @@ class Trainer:
             return None
         guarded = self.logger.guard(self.plan.by_id(call.plugin).plugin, hook, bound)
         return self._instrument(f"{call.plugin}.{hook}", guarded)
-
-    def _set_evaluators(self, eval_dataloader: Any, subset_num_batches: int) -> None:
-        state = self.state
-        state.evaluators = as_evaluators(eval_dataloader, subset_num_batches, state.train_label)
-        for evaluator in state.evaluators:
-            evaluator.metrics = evaluator.select(state.model.get_metrics(is_train=False))
-            evaluator.data = self._shared(evaluator.data)
-
-    def _shared(self, data: DataSpec, once: bool = True) -> DataSpec:
-        """Return a copy of ``data`` of which each rank reads its share, with noise keyed by sample.
-
-        ``once``: every sample on one rank only, as evaluation and prediction want it.
-        """
-        engine, data = self.state.engine, copy.copy(data)  # the user's own may serve another run
-        data.dataloader, note = resumable_loader(
-            data.dataloader,
-            self.state.seed,
-            engine.data_rank,
-            engine.data_world_size,
-            global_batch_size=None if once else self._checkpoints.global_batch_size,
-            once=once,
-        )
-        if note and engine.rank == 0 and (engine.world_size > 1 or not once):
-            log.info("%s", note)
-        return data
-
-    def _set_train_data(self, train_dataloader: Any) -> None:
-        state = self.state
-        self._data = data = self._shared(DataSpec.of(train_dataloader), once=False)
-        state.dataloader, state.dataloader_label = data.dataloader, state.train_label
-        if not self._train_subset_num_batches:
-            raise TrainerError("train_subset_num_batches: got 0. Expected at least 1, or -1 for whole epochs.")
-        state.epoch_share = data.epoch_share
-        state.dataloader_len = batches_within(data, self._train_subset_num_batches)
-        if self._ranks is not None:
-            state.dataloader_len = self._ranks.agree_on_length(state.dataloader_len, "train_dataloader")
 
     def fit(self, train_dataloader: Any = None, **arguments: Any) -> None:
         """Train until ``max_duration``. May be called again.
@@ -430,17 +393,17 @@ class Trainer:
             if train_dataloader_label is not None:
                 state.train_label = train_dataloader_label
             if train_subset_num_batches is not None:
-                self._train_subset_num_batches = train_subset_num_batches
+                self._loaders.subset_num_batches = train_subset_num_batches
             if spin_dataloaders is not None:
                 state.spin_dataloaders = spin_dataloaders
             if reset_time and not self._checkpoints.goes_on:
                 state.progress.restore(Timestamp())
             if train_dataloader is not None:
-                self._set_train_data(train_dataloader)
+                self._loaders.set_train(train_dataloader, self._checkpoints.global_batch_size)
                 if not self._checkpoints.pending:
                     state.progress.restart_epoch()  # the place in the old loader means nothing in the new one
-            elif train_subset_num_batches is not None and self._data is not None:
-                self._set_train_data(self._data)
+            elif train_subset_num_batches is not None and self._loaders.train is not None:
+                self._loaders.set_train(self._loaders.train)
             if duration is not None:
                 more = scaled(Time.from_input(duration, TimeUnit.EPOCH), scale_schedule_ratio)
                 begun = Progress(self._checkpoints.start_of_fit(state.timestamp))
@@ -457,7 +420,7 @@ class Trainer:
             if eval_interval is not None:
                 state.eval_interval = as_interval(eval_interval)
             if eval_dataloader is not None:
-                self._set_evaluators(eval_dataloader, eval_subset_num_batches)
+                self._loaders.set_evaluators(eval_dataloader, eval_subset_num_batches)
             if device_train_microbatch_size is not None:
                 set_microbatches(state, device_train_microbatch_size, None)
             if precision is not None:
@@ -475,12 +438,14 @@ class Trainer:
     def _unchanged_if_refused(self) -> Iterator[None]:
         """Put back what the block changed in the run if it raises."""
         state, held, held_state = self.state, vars(self).copy(), vars(self.state).copy()
+        held_loaders = vars(self._loaders).copy()
         timestamp = state.timestamp
         try:
             yield
         except BaseException:
             vars(self).update(held)
             vars(state).update(held_state)
+            vars(self._loaders).update(held_loaders)
             state.progress.restore(timestamp)
             raise
 
@@ -494,7 +459,7 @@ class Trainer:
 
     def _prepare_fit(self) -> Iterator[None]:
         """Check what there is before anything begins, and return the loop."""
-        state, data = self.state, self._data
+        state, data = self.state, self._loaders.train
         check_fit(state, data)
         assert data is not None  # else check_fit raised
         state.dataloader, state.dataloader_label = data.dataloader, state.train_label
@@ -562,7 +527,7 @@ class Trainer:
         for evaluator in evaluators:
             check_subset(evaluator, subset_num_batches)
             if eval_dataloader is not None:
-                evaluator.data = self._shared(evaluator.data)
+                self._loaders.share(evaluator)
         limit = None if subset_num_batches < 0 else subset_num_batches
         with self._lifetime.working():
             for call in self._hooks.eval_standalone_start:
@@ -597,8 +562,7 @@ class Trainer:
         self._lifetime.refuse_closed("predict")
         microbatch = Microbatch.of(device_microbatch_size, "device_microbatch_size")
         data = DataSpec.of(dataloader)
-        if self._ranks is not None:
-            data = self._shared(data)
+        data = self._loaders.shared(data)
         with self._lifetime.working():
             return predict(
                 self.state,
