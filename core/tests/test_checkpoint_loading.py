@@ -488,6 +488,16 @@ def test_saving_needs_a_place_and_resuming_something_that_saves(tmp_path: Path) 
         trainer(load_path="nowhere://bucket/checkpoints")
 
 
+def test_time_that_the_user_spends_on_saving_is_taken_out_once(tmp_path: Path) -> None:
+    with trainer() as run:
+        steps = run.steps()
+        for _ in range(3):
+            next(steps)
+            run.save_checkpoint(tmp_path)
+            assert run.state.progress.batch_wct >= 0
+        assert run.state.progress.total_wct > 0
+
+
 def test_a_name_that_is_taken_by_another_checkpoint_is_refused_and_that_one_kept(tmp_path: Path) -> None:
     with trainer() as run:
         steps = run.steps()

@@ -65,6 +65,7 @@ class Saves:
         Raises:
             SaveFailedError: the checkpoint before was not written; on every rank at the same step.
         """
+        began = time.perf_counter()
         self.poll()
         for call in self._policies:
             request = invoke(call, {"state": self._state, "event": event})
@@ -73,6 +74,7 @@ class Saves:
             if not isinstance(request, SaveRequest):
                 raise HookError(f"{call.plugin}.should_save: returned {request!r}. Expected a SaveRequest, or None.")
             self.save(request, call.plugin)
+        self._state.time_out_s += time.perf_counter() - began  # it is no time of training
 
     def poll(self) -> None:
         """Report a checkpoint that is durable, or raise what kept it from being so; never waits."""
@@ -137,7 +139,6 @@ class Saves:
         self._stall_s = time.perf_counter() - began
         if not request.asynchronous:
             self.settle()
-        state.time_out_s += time.perf_counter() - began
 
     def _copy(self, shot: Shot) -> list[tuple[str, list[memoryview]]]:
         """Copy the tensors of ``shot`` to host memory of their own; return the files as pieces of memory."""

@@ -172,7 +172,9 @@ class Writer:
                 records |= self._records(number, rank)
             _check_that_all_is_there(job, name, mine)
             manifest = replace(job.manifest, sequence=sequence, files=records)
-            job.storage.put(f"{name}/{MANIFEST}", manifest.to_bytes())
+            data = manifest.to_bytes()
+            Manifest.from_bytes(data, name)  # what could not be read again is no checkpoint
+            job.storage.put(f"{name}/{MANIFEST}", data)
         except BaseException as error:
             if name is not None:
                 _clean(job, name)

@@ -119,7 +119,7 @@ def training_steps(
 
             # end of the step: time moves, then everybody looks at the result
             now = time.perf_counter()
-            duration_s = now - last - state.time_out_s
+            duration_s = max(now - last - state.time_out_s, 0.0)  # a clock never goes back, whoever counted
             if ranks is not None:  # what all ranks read, and how long it took them
                 num_samples, num_tokens, duration_s = ranks.receive(duration_s)
             progress.finish_batch(num_samples, num_tokens, duration_s)
