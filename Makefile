@@ -16,7 +16,7 @@ test: env
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: env
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not soak and not gpu" $(ARGS)
 
 soak: env
 	for seed in 1 2 3 4 5; do KERNEL_TEST_SEED=$$seed $(PYTEST) -m "not gpu" -q || exit 1; done

@@ -180,7 +180,7 @@ def test_every_kind_of_operation_is_among_those_that_are_counted(scenario: Scena
     assert 30 < len(done) < 200
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.slow)])
 @each
 def test_dying_at_any_operation_loses_nothing(scenario: Scenario, tmp_path: Path, stride: int) -> None:
     done = count(scenario, tmp_path / "counted")
@@ -211,8 +211,8 @@ def in_a_child(act: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-@each
+@pytest.mark.parametrize("stride", [13, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scenario", [Scenario(), Resumed()], ids=lambda one: type(one).__name__)
 def test_a_process_that_ends_at_any_operation_loses_nothing(scenario: Scenario, tmp_path: Path, stride: int) -> None:
     done = count(scenario, tmp_path / "counted")
     fresh = copies(scenario, tmp_path)
@@ -257,7 +257,7 @@ class Two(Scenario):
             raise errors[0]
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_ranks_that_die_at_any_operation_lose_nothing(tmp_path: Path, stride: int) -> None:
     scenario = Two()
     done = count(scenario, tmp_path / "counted")
@@ -390,9 +390,13 @@ def test_the_power_cuts_find_what_is_done_wrong(
     mutate: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    with pytest.raises((AssertionError, CheckpointMissingError)):
+
+    def survive_both() -> None:
         survive(NoPointer(), tmp_path / "new")
         survive(Scenario(), tmp_path / "old")
+
+    with pytest.raises((AssertionError, CheckpointMissingError)):
+        survive_both()
 
 
 def test_threads_of_a_crash_do_not_outlive_the_test() -> None:

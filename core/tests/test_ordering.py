@@ -280,8 +280,8 @@ def test_the_plan_is_plain_data_and_its_digest_covers_options() -> None:
             "version": None,
             "hash": None,
             "options": {"strength": 2.0},
-                "structural": False,
-                "affects_training": True,
+            "structural": False,
+            "affects_training": True,
         }
     ]
     assert document["digest"] != plan_of(Tuned(strength=3.0)).digest

@@ -10,7 +10,7 @@ from kernel_core.checkpoint.codec import decode, read_json
 from kernel_core.checkpoint.header import Announced, header_bytes, parse_header
 from kernel_core.checkpoint.locate import Damaged, Found, checkpoints_in
 from kernel_core.checkpoint.manifest import FILE_NAME, LOCK, checksum
-from kernel_core.errors import CheckpointCorruptError, CheckpointFormatError, StorageMissingError
+from kernel_core.errors import CheckpointCorruptError, CheckpointFormatError, StorageKeyError, StorageMissingError
 from kernel_core.storage import Storage
 
 
@@ -106,7 +106,10 @@ def unfinished_in(storage: Storage) -> list[str]:
 
 
 def _looks_like_one(storage: Storage, name: str) -> bool:
-    return any(FILE_NAME.fullmatch(entry.key.removeprefix(f"{name}/")) for entry in storage.list(name))
+    try:
+        return any(FILE_NAME.fullmatch(entry.key.removeprefix(f"{name}/")) for entry in storage.list(name))
+    except StorageKeyError:  # a folder of somebody else's with an odd name
+        return False
 
 
 def missing_files(one: Found) -> list[str]:

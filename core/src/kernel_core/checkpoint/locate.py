@@ -16,6 +16,7 @@ from kernel_core.errors import (
     StorageMissingError,
 )
 from kernel_core.storage import Storage, join_url, open_storage
+from kernel_core.storage.base import check_key
 
 LATEST = "latest"
 POINTER_TRIES = 5  # of changing it while other runs do
@@ -83,6 +84,7 @@ def checkpoints_in(storage: Storage) -> Iterator[Found | Damaged]:
     damaged: list[Damaged] = []
     for name in storage.list_folders():
         try:
+            check_key(name, storage.url)
             found.append(Found(storage, name, read_manifest(storage, name)))
         except (StorageMissingError, StorageKeyError):  # no checkpoint, or a folder of somebody else's with an odd name
             continue

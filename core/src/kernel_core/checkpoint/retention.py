@@ -10,11 +10,11 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kernel_core.checkpoint.codec import read_json
 from kernel_core.checkpoint.files import is_intact
-from kernel_core.checkpoint.locate import Found, checkpoints_in, point_to, read_pointer
+from kernel_core.checkpoint.locate import Damaged, Found, checkpoints_in, point_to, read_pointer
 from kernel_core.checkpoint.manifest import FILE_NAME, LOCK, MANIFEST, MAX_MANIFEST_BYTES
 from kernel_core.errors import CheckpointError, StorageError, StorageKeyError, StorageMissingError
 from kernel_core.storage import Storage, is_temporary
@@ -52,6 +52,7 @@ def prune(
     replaces: str | None = None,
     known: Known | None = None,
     spare: Callable[[Found], bool] = lambda found: False,
+    found: Sequence[Found | Damaged] | None = None,
 ) -> list[str]:
     """Delete the oldest checkpoints of a run until ``keep`` good ones are left; return the names of those deleted.
 
@@ -65,8 +66,9 @@ def prune(
         replaces: The name of which only the newest checkpoint stays, of whatever batch.
         known: Those that were read and found good before: their sizes are enough. What is found good now is added.
         spare: Says which are not to be deleted now.
+        found: The checkpoints there, if they were looked for already.
     """
-    mine = _of_saver(storage, run_name, saver)
+    mine = _of_saver(checkpoints_in(storage) if found is None else found, run_name, saver)
 
     def place(found: Found) -> tuple[str, int]:
         if replaces is not None and is_called(found, replaces):
@@ -77,20 +79,19 @@ def prune(
     of_place = Counter(map(place, mine))
     is_good = _Check(set() if known is None else known)
     doomed, num_good, places = [], 0, set()
-    for found in mine:
-        if num_good >= wanted or place(found) in places:
-            doomed.append(found)
-        elif (len(mine) > wanted or of_place[place(found)] > 1) and is_good(found):  # else nothing is to be read for
+    for one in mine:
+        if num_good >= wanted or place(one) in places:
+            doomed.append(one)
+        elif (len(mine) > wanted or of_place[place(one)] > 1) and is_good(one):  # else nothing is to be read for
             num_good += 1
-            places.add(place(found))
-    return _delete([found for found in reversed(doomed) if not spare(found)])  # the oldest first
+            places.add(place(one))
+    return _delete([one for one in reversed(doomed) if not spare(one)])  # the oldest first
 
 
-def _of_saver(storage: Storage, run_name: str, saver: str) -> list[Found]:
-    """Return the checkpoints of one saver of a run, the newest first."""
-    whose = (run_name, saver)
-    found = (one for one in checkpoints_in(storage) if isinstance(one, Found))
-    return [one for one in found if (one.manifest.run_name, one.manifest.saver) == whose]
+def _of_saver(found: Iterable[Found | Damaged], run_name: str, saver: str) -> list[Found]:
+    """Return the checkpoints of one saver of a run, in their order."""
+    usable = [one for one in found if isinstance(one, Found)]
+    return [one for one in usable if (one.manifest.run_name, one.manifest.saver) == (run_name, saver)]
 
 
 class _Check:
@@ -153,15 +154,23 @@ def remove_unfinished(storage: Storage, name: str, but: str | None = None) -> No
         storage.delete(f"{name}/{MANIFEST}")  # there is none: this removes the folder if it is empty
 
 
-def sweep(storage: Storage, run_name: str, fits: Callable[[str], bool] = lambda name: False) -> None:
+def sweep(
+    storage: Storage,
+    run_name: str,
+    fits: Callable[[str], bool] = lambda name: False,
+    complete: Collection[str] = (),
+) -> None:
     """Delete what unfinished saves of a run have left in ``storage``. What other runs are writing is left alone.
 
     Args:
         storage: The folder of checkpoints.
         run_name: The run. No other process must be saving it.
         fits: Whether a folder has the name of a checkpoint of this run, so that it is the run's even without a lock.
+        complete: Folders that are known to have a manifest.
     """
     for name in list(storage.list_folders()):
+        if name in complete:
+            continue
         try:
             if not storage.exists(f"{name}/{MANIFEST}") and _is_left_over(storage, name, run_name, fits):
                 remove_unfinished(storage, name)
@@ -193,9 +202,10 @@ def clear_up(
     spare: Callable[[Found], bool] = lambda found: False,
 ) -> None:
     """Do what a process that was killed while it saved had not come to: sweep, prune, and point ``latest`` to the newest."""
-    sweep(storage, run_name, fits)
-    prune(storage, run_name, saver, keep, replaces=replaces, spare=spare)
-    newest = next(iter(_of_saver(storage, run_name, saver)), None)
+    found = list(checkpoints_in(storage))
+    sweep(storage, run_name, fits, {one.name for one in found})
+    prune(storage, run_name, saver, keep, replaces=replaces, spare=spare, found=found)
+    newest = next(iter(_of_saver(found, run_name, saver)), None)
     if latest is None or newest is None:
         return
     try:

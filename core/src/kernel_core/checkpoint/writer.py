@@ -324,6 +324,9 @@ def _claim(job: SaveJob, name: str) -> bool:
         except StorageError as error:
             # another run that starts may take a lock that is half-written for something left behind
             if type(error) is not StorageError or attempt == CLAIM_TRIES:
+                with suppress(Exception):
+                    if owner_of(storage, name) == job.manifest.run_name or not storage.exists(f"{name}/{LOCK}"):
+                        storage.delete(f"{name}/{LOCK}")  # and the folder, if it was made for that
                 raise
     return False
 

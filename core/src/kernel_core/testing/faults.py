@@ -115,7 +115,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_any(self) -> None:
         """Pass the request on, or not."""
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client has gone; a server would wait for the rest
+            self.close_connection = True
+            return
         fault = self.proxy.fault_for(Request(self.command, self.path, len(body)))
         if fault is None:
             self._answer(*self._forward(body))

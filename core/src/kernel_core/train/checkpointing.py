@@ -21,7 +21,7 @@ from kernel_core.data.spec import DataSpec
 from kernel_core.errors import CheckpointMismatchError, DataError, KernelError, TrainerError
 from kernel_core.logger import Logger
 from kernel_core.registry.plan import ActivePlugin, Plan, build_plan
-from kernel_core.timing import Timestamp
+from kernel_core.timing import Timestamp, TimeUnit
 from kernel_core.train.arguments import fresh_run_name
 from kernel_core.train.evaluation import Evaluations
 from kernel_core.train.precision import Precision
@@ -261,6 +261,14 @@ class Checkpoints:
         restored = self._restored
         if restored is None:
             return None
+        if self._is_past:
+            state.stop_now()
+        elif self._is_taken_up(restored):  # whoever loads from a path wants to train on
+            stop = restored.loop.get("stop")
+            if stop == "now":
+                state.stop_now()
+            elif stop == "soon":
+                state.stop_training()
         evaluations.remember(restored.loop)
         self._enter_data(state, data, restored.position)
 
@@ -290,7 +298,21 @@ class Checkpoints:
 
     def is_finished(self, state: State, evaluations: Evaluations) -> bool:
         """Whether a run that is at its end has nothing left to do; one that was resumed may have been killed before its end."""
-        return self._restored is None or (state.progress.batch_in_epoch == 0 and evaluations.complete)
+        if self._restored is None or self._is_past:
+            return True
+        progress, epochs = state.progress, state.iteration_in(TimeUnit.EPOCH)
+        owes_iteration_end = epochs and progress.epoch_in_iteration >= epochs
+        ended = evaluations.ended or not (progress.batch_in_epoch or owes_iteration_end)
+        return ended and evaluations.complete
+
+    def _is_taken_up(self, restored: Restored) -> bool:
+        """Whether the fit that has begun is the one that was going on when the run was saved."""
+        return self._resumed_itself and self._next_fit == len(restored.loop.get("fits", []))
+
+    @property
+    def _is_past(self) -> bool:
+        """Whether the fit that has begun was over, and another one had begun, before the run was resumed."""
+        return self._resumed_itself and self._next_fit < len(self._fits)
 
     # --- while it trains --------------------------------------------------------------------------------------------
 
@@ -317,6 +339,7 @@ class Checkpoints:
                 loop={
                     **({} if evaluated is None else evaluated.memory()),
                     "fits": [one.to_json() for one in self._fits],
+                    "stop": state.stop,
                 },
                 global_batch_size=_global_batch_size(spec, state),
                 config=self._config,

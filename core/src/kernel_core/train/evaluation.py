@@ -38,6 +38,7 @@ class Evaluations:
         self._due: dict[str, list[tuple[Evaluator, Callable[[], bool]]]] = {"batch": [], "epoch": [], "iteration": []}
         self._last: dict[str, int] = {}
         self._missed: list[str] = []
+        self._ended_at = -1
         self._active: list[Evaluator] = []
         for evaluator in state.evaluators:
             interval = default_interval if evaluator.eval_interval is None else evaluator.eval_interval
@@ -67,9 +68,14 @@ class Evaluations:
         due = [evaluator for evaluator, is_due in self._due[at] if is_due() and self._last.get(evaluator.label) != now]
         return self._run(due)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to its end at this batch, perhaps before it was resumed."""
+        return self._ended_at == self._state.progress.batch
+
     def run_final(self) -> None:
         """Run those whose last evaluation is older than the last batch."""
-        now = self._state.progress.batch
+        now = self._ended_at = self._state.progress.batch
         self._run([evaluator for evaluator in self._active if self._last.get(evaluator.label) != now])
 
     def run_missed(self) -> None:
@@ -88,13 +94,14 @@ class Evaluations:
         return True
 
     def memory(self) -> dict[str, Any]:
-        """Return what a resumed run has to know: which evaluators ran at which batch, and which were due and did not."""
-        return {"evaluated": dict(self._last), "missed": list(self._missed)}
+        """Return what a resumed run has to know: which evaluators ran at which batch, which were due and did not, and the end."""
+        return {"evaluated": dict(self._last), "missed": list(self._missed), "ended": self._ended_at}
 
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Take what ``memory`` returned."""
         self._last = dict(memory.get("evaluated", {}))
         self._missed = list(memory.get("missed", []))
+        self._ended_at = memory.get("ended", -1)
 
     @property
     def complete(self) -> bool:

@@ -79,7 +79,9 @@ def training_steps(
     if resume is not None:
         resume()
         evaluations.run_missed()
-        if epochs_in_iteration and progress.epoch_in_iteration >= epochs_in_iteration:
+        if (epochs_in_iteration and progress.epoch_in_iteration >= epochs_in_iteration) or (
+            tokens_in_iteration and progress.token_in_iteration >= tokens_in_iteration
+        ):
             _finish_iteration(state, hooks, evaluations, saves)
     last, state.time_out_s = time.perf_counter(), 0.0
     while not state.stopped or _owes_epoch_end(state):
@@ -168,16 +170,17 @@ def training_steps(
     if ranks is not None:
         ranks.agree_to_stop()
     watch.look("the end of fit")
+
+    # fit end: what was not evaluated since the last batch is evaluated now, so that fit_end sees the final metrics
+    if state.interrupted is None:
+        if progress.batch_in_epoch and not evaluations.ended:
+            _finish_train_metrics(state, logger)
+        evaluations.run_final()
     if state.interrupted is not None:  # in order, and early: what belongs to a finished run does not happen
         if saves is not None:
             saves.at("interrupted")
             saves.settle()
         return
-
-    # fit end: what was not evaluated since the last batch is evaluated now, so that fit_end sees the final metrics
-    if progress.batch_in_epoch:
-        _finish_train_metrics(state, logger)
-    evaluations.run_final()
     for optimizer in optimizers:
         optimizer.zero_grad()
     for call in hooks.fit_end:
@@ -193,9 +196,12 @@ def _owes_epoch_end(state: State) -> bool:
 
 
 def _start_iteration(state: State, hooks: SimpleNamespace, announced: int) -> int:
-    """Fire ``iteration_start`` if an iteration begins here that is not ``announced`` yet; return the latest that is."""
+    """Fire ``iteration_start`` if an iteration begins here that is not ``announced`` yet; return the latest that is.
+
+    None begins between the last batch of an epoch and its end: a run that is resumed after that would fire it again.
+    """
     number = state.progress.iteration
-    if not state.at_iteration_start or number == announced:
+    if not state.at_iteration_start or number == announced or _owes_epoch_end(state):
         return announced
     for call in hooks.iteration_start:
         call()

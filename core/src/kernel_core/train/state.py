@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -242,6 +242,13 @@ class State:
     def stopped(self) -> bool:
         """Whether ``stop_training`` was called, or ``max_duration`` is reached."""
         return self._stopped or self._clock(self.progress) >= self._limit  # read after every batch
+
+    @property
+    def stop(self) -> Literal["now", "soon"] | None:
+        """Whether ``stop_training`` has ended the run, or is about to; a signal does not count."""
+        if self._stopped and self.interrupted is None:
+            return "now"
+        return "soon" if self.wants_stop else None
 
     def stop_training(self) -> None:
         """End training after the current batch; of several ranks, after the first batch in which all know of it.

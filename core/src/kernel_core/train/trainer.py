@@ -469,7 +469,8 @@ class Trainer:
         self._evaluations = evaluations = Evaluations(state, run_evaluators, state.eval_interval)
         resume = self._checkpoints.resume(state, data, evaluations)
         if state.stopped and (resume is None or self._checkpoints.is_finished(state, evaluations)):
-            log.warning("fit: max_duration=%s is reached already; nothing is trained.", state.max_duration)
+            reason = "stop_training ended it" if state.stop else f"max_duration={state.max_duration} is reached"
+            log.warning("fit: %s already; nothing is trained.", reason)
             if self._checkpoints.wanted is not None:
                 self._checkpoints.wanted.settle()
                 self._checkpoints.wanted.at("finished")
@@ -480,7 +481,12 @@ class Trainer:
         for evaluator in state.evaluators:
             check_subset(evaluator)
         if schedules := split_schedules(state.schedulers)[1]:
+            groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+            rates = [group["lr"] for group in groups]
             apply_schedules(state, schedules)  # what cannot be asked is refused before anything begins
+            if resume is not None:  # a rate stays that of the last batch until there is another
+                for group, rate in zip(groups, rates, strict=True):
+                    group["lr"] = rate
         run_batch = make_run_batch(
             state, self._hooks, self.logger, data, schedules, self._precision, self._instrument, self._ranks
         )

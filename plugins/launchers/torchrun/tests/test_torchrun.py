@@ -29,7 +29,8 @@ PRELUDE = """\
 import json, os, pathlib, signal, sys, time
 rank = int(os.environ.get("RANK", 0))
 def meet():
-    start = pathlib.Path(os.environ["KERNEL_REPORT_DIR"]) / ("met-" + os.environ["KERNEL_START_COUNT"] + os.environ["TORCHELASTIC_RESTART_COUNT"])
+    count = os.environ["KERNEL_START_COUNT"] + os.environ["TORCHELASTIC_RESTART_COUNT"]
+    start = pathlib.Path(os.environ["KERNEL_REPORT_DIR"]) / ("met-" + count)
     start.mkdir(exist_ok=True); (start / str(rank)).touch()
     while len(list(start.iterdir())) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
 """

@@ -412,8 +412,8 @@ def test_half_credentials_a_missing_profile_and_other_ways_to_get_keys_are_said(
     (aws / "config").write_text("[profile sso]\nsso_session = x\n[profile broken]\n")
     home = {"HOME": str(tmp_path)}
     for environment, said in (
-        ({"AWS_ACCESS_KEY_ID": "k"}, "environment have a key without its secret"),
-        ({"AWS_SECRET_ACCESS_KEY": "k"}, "environment have a secret without its key"),
+        ({"AWS_ACCESS_KEY_ID": "k"}, "variables have a key without its secret"),
+        ({"AWS_SECRET_ACCESS_KEY": "k"}, "variables have a secret without its key"),
         ({"AWS_PROFILE": "none"}, "there is no profile 'none' in .*config or .*credentials"),
         ({"AWS_PROFILE": "sso"}, "gets its credentials by sso_session, which is not supported"),
     ):

@@ -23,6 +23,24 @@ def _buffers(broadcast: bool) -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": broadcast}
 
 
+class _FixedBuckets(DistributedDataParallel):
+    """Sums gradients in buckets that are the same from the first pass on: those of the last parameters first.
+
+    torch lays its buckets out anew after the first pass, in the order in which gradients came. Where a gradient lies in a
+    bucket decides in which order more than two ranks add it up. A run that is resumed begins with another first pass, and
+    its weights would differ in the last bits.
+    """
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], sparse[::-1]
+
+    def fix(self) -> None:
+        """Lay the buckets out now, as if gradients had come in the order of the parameters above. A collective."""
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+
 class DDPEngine(DistributedEngine):
     """Average gradients over the ranks while the backward pass still runs.
 
@@ -95,7 +113,9 @@ class DDPEngine(DistributedEngine):
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.world_size == 1 or not self._parameters:
             return model
-        self._wrapped = DistributedDataParallel(
+        # in search of unused parameters torch keeps the buckets it begins with, in that same order
+        wrapper = DistributedDataParallel if self.find_unused_parameters else _FixedBuckets
+        self._wrapped = wrapper(
             model,
             device_ids=None if device.type == "cpu" else [device],
             init_sync=False,  # the kernel has aligned the ranks
@@ -105,6 +125,8 @@ class DDPEngine(DistributedEngine):
             bucket_cap_mb=self.bucket_cap_mb,
             **_buffers(self.broadcast_buffers),
         )
+        if isinstance(self._wrapped, _FixedBuckets):
+            self._wrapped.fix()
         return model
 
     def forward(self, model: nn.Module) -> Callable[[Any], Any]:

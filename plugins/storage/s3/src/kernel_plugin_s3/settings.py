@@ -130,7 +130,13 @@ def _credentials(
         *(
             (where, source.get(key), source.get(secret), source.get(token))
             for where, source, key, secret, token in (
-                ("the variables of the environment", environment, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+                (
+                    "the environment's variables",
+                    environment,
+                    "AWS_ACCESS_KEY_ID",
+                    "AWS_SECRET_ACCESS_KEY",
+                    "AWS_SESSION_TOKEN",
+                ),
                 ("the keys of the profile", profile, "aws_access_key_id", "aws_secret_access_key", "aws_session_token"),
             )
         ),
