@@ -353,6 +353,14 @@ def test_each_rank_writes_its_files_and_all_hear_the_same(storage: LocalStorage)
     assert everything(storage.root) == named(storage, "latest")
 
 
+def test_the_board_does_not_grow_with_every_save(storage: LocalStorage) -> None:
+    ranks, sizes = Ranks(3), []
+    for batch in range(1, 6):
+        ranks.save([storage] * 3, batch)
+        sizes.append(len(ranks.board.keys))
+    assert sizes == [4, 8, 8, 8, 8]  # those of two saves: one may still be read while the next begins
+
+
 def test_all_ranks_use_the_name_that_rank_0_found_free(storage: LocalStorage) -> None:
     ranks = Ranks(2)
     ranks.save([storage] * 2, 1)

@@ -13,13 +13,12 @@ from kernel_core.data.loader import begin_epoch, resumable_loader
 from kernel_core.data.position import (
     capture_position,
     enter_epoch,
-    host_generators,
     position_kind,
     restore_position,
-    set_host_generators,
 )
 from kernel_core.data.sampler import epoch_order
 from kernel_core.errors import DataError
+from kernel_core.train.randomness import randomness_state, restore_randomness
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -265,7 +264,7 @@ def interrupted_at(make: Callable[[], Any], steps: int, boundary: bool) -> tuple
         saved: dict[str, Any] = {}
 
         def at_end(*_: Any) -> Any:
-            saved.update(position=capture_position(loader, 0), host=host_generators())
+            saved.update(position=capture_position(loader, 0), host=randomness_state())
             raise InterruptedError
 
         # the loop's own place between two epochs: the iterator was read to its length, the next one not begun
@@ -274,7 +273,7 @@ def interrupted_at(make: Callable[[], Any], steps: int, boundary: bool) -> tuple
             with pytest.raises(InterruptedError):
                 next(running)
     else:
-        saved = {"position": capture_position(loader, done), "host": host_generators()}
+        saved = {"position": capture_position(loader, done), "host": randomness_state()}
     saved = copy.deepcopy(saved)
     del running, loader
     torch.manual_seed(99)
@@ -282,7 +281,7 @@ def interrupted_at(make: Callable[[], Any], steps: int, boundary: bool) -> tuple
     np.random.seed(99)
     loader = make()
     note = restore_position(loader, saved["position"], batches_done=done, epoch=epoch)
-    set_host_generators(saved["host"])
+    restore_randomness(saved["host"])
     return before + list(run(loader, epoch, done)), note
 
 
@@ -549,7 +548,7 @@ def test_global_generators_are_put_back_from_plain_data() -> None:
     start()
     random.gauss(0, 1)
     np.random.normal()
-    saved = host_generators()
+    saved = randomness_state()
     expected = (
         random.gauss(0, 1),
         np.random.normal(),
@@ -558,7 +557,7 @@ def test_global_generators_are_put_back_from_plain_data() -> None:
         torch.rand(3).tolist(),
     )
     start()
-    set_host_generators(saved)
+    restore_randomness(saved)
     found = random.gauss(0, 1), np.random.normal(), random.random(), np.random.random_sample(), torch.rand(3).tolist()
     assert found == expected
 

@@ -13,7 +13,7 @@ from kernel_core.checkpoint.contents import Described, described_tensors, proble
 from kernel_core.checkpoint.files import LocalFiles, verify
 from kernel_core.checkpoint.header import BYTES_OF_DTYPE
 from kernel_core.checkpoint.locate import Damaged, Found, checkpoints_in, locate, read_manifest
-from kernel_core.checkpoint.manifest import MANIFEST
+from kernel_core.checkpoint.manifest import MANIFEST, readable_size
 from kernel_core.errors import CheckpointError, CheckpointMissingError, ConfigError, StorageMissingError
 from kernel_core.storage import Storage, join_url, open_storage
 
@@ -105,7 +105,7 @@ def _print_list(rows: Sequence[Mapping[str, Any]], folder: str) -> None:
     for row in rows:
         known = row["created"] is not None
         numbers = (
-            (row["epoch"], row["batch"], _size(row["bytes"]), _age(row["age_s"]), row["world_size"])
+            (row["epoch"], row["batch"], readable_size(row["bytes"]), _age(row["age_s"]), row["world_size"])
             if known
             else ["-"] * 5
         )
@@ -117,15 +117,6 @@ def _print_list(rows: Sequence[Mapping[str, Any]], folder: str) -> None:
     for row in rows:
         if row["problem"] and row["status"] == "damaged":
             click.echo(f"\n{clean(row['path'])}: {clean(row['problem'])}")
-
-
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _age(seconds: float) -> str:
@@ -198,7 +189,10 @@ def _print_details(details: Mapping[str, Any], tensors: Mapping[str, Described])
         ("run", f"{manifest['run_name']}, seed {details.get('seed')}"),
         ("saved", f"{when} by {manifest['saver'] or 'the program'}, as number {manifest['sequence']}"),
         ("progress", ", ".join(counts) or "the start"),
-        ("holds", f"{what}: {len(manifest['files'])} files, {_size(manifest['bytes'])}, format {manifest['version']}"),
+        (
+            "holds",
+            f"{what}: {len(manifest['files'])} files, {readable_size(manifest['bytes'])}, format {manifest['version']}",
+        ),
         (
             "model",
             f"{model.get('class')}: {model.get('num_parameters', 0):,} parameters in {model.get('num_tensors')} tensors",
@@ -226,7 +220,7 @@ def _plugin(one: Mapping[str, Any]) -> tuple[Any, ...]:
 def _tensor(name: str, tensor: Described) -> tuple[Any, ...]:
     pieces = f"{tensor.num_pieces} pieces" if tensor.num_pieces > 1 else ""
     size = math.prod(tensor.shape) * BYTES_OF_DTYPE[tensor.dtype]
-    return name, tensor.dtype, list(tensor.shape), _size(size), pieces
+    return name, tensor.dtype, list(tensor.shape), readable_size(size), pieces
 
 
 def _section(title: str, rows: Sequence[Sequence[Any]]) -> None:
@@ -242,7 +236,9 @@ def verify_checkpoints(paths: Sequence[str], as_json: bool) -> Result:
     rows = [_verified(one) for path in paths for one in _meant(path)]
     if not as_json:
         for row in rows:
-            click.echo(f"{clean(row['path'])}: {row['status']}, {row['num_files']} files, {_size(row['bytes'])}")
+            click.echo(
+                f"{clean(row['path'])}: {row['status']}, {row['num_files']} files, {readable_size(row['bytes'])}"
+            )
             for problem in row["problems"]:
                 click.echo(f"  {clean(problem)}")
     return Result(rows, int(any(row["status"] != "intact" for row in rows)))

@@ -110,14 +110,20 @@ def locate(path: str) -> Found:
         return Found(storage, "", read_manifest(storage))
     except StorageMissingError:
         pass
-    for one in checkpoints_in(storage):
-        if isinstance(one, Found):
-            return one
-        raise one.problem
+    if found := _newest(storage):
+        return found
     raise CheckpointMissingError(
         f"load_path: there is no checkpoint in {path}: no {MANIFEST}, neither there nor one folder below. Expected the folder of "
         f"a checkpoint, a folder of checkpoints, or {LATEST!r} in one. Check the path; unfinished saves have none."
     )
+
+
+def _newest(storage: Storage) -> Found | None:
+    """Return the newest checkpoint, None if there is none; where all are damaged, raise what is wrong with one."""
+    first = next(checkpoints_in(storage), None)
+    if isinstance(first, Damaged):
+        raise first.problem
+    return first
 
 
 def _pointed_at(storage: Storage, path: str) -> Found:
@@ -130,10 +136,8 @@ def _pointed_at(storage: Storage, path: str) -> Found:
             return Found(storage, name, read_manifest(storage, name))
         except StorageMissingError:
             pass  # a pointer that is behind: its checkpoint was deleted by hand
-    for one in checkpoints_in(storage):
-        if isinstance(one, Found):
-            return one
-        raise one.problem
+    if found := _newest(storage):
+        return found
     raise CheckpointMissingError(
         f"load_path: {path} leads to no checkpoint: there is none in {storage.url}. Check the path, or leave load_path out to "
         "begin anew."

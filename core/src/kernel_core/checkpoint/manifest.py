@@ -32,6 +32,16 @@ class FileRecord:
     checksum: str
 
 
+def readable_size(num_bytes: int) -> str:
+    """Return a number of bytes for people: ``1.2 GB``."""
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
 def checksum(pieces: Iterable[Any]) -> str:
     """Return the checksum of bytes given in pieces; threads run meanwhile."""
     digest = xxhash.xxh3_128()

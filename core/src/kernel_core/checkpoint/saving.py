@@ -12,7 +12,7 @@ import torch
 
 from kernel_core.checkpoint.capture import RunParts, Shot, capture
 from kernel_core.checkpoint.codec import write_json
-from kernel_core.checkpoint.manifest import Manifest
+from kernel_core.checkpoint.manifest import Manifest, readable_size
 from kernel_core.checkpoint.request import SaveRequest, fill_in
 from kernel_core.checkpoint.safetensors_file import Layout, Staging
 from kernel_core.checkpoint.writer import Saved, SaveJob, Writer
@@ -69,7 +69,7 @@ class Saves:
         self.poll()
         for call in self._policies:
             request = invoke(call, {"state": self._state, "event": event})
-            if request is None or request is False:
+            if request is None:
                 continue
             if not isinstance(request, SaveRequest):
                 raise HookError(f"{call.plugin}.should_save: returned {request!r}. Expected a SaveRequest, or None.")
@@ -97,7 +97,7 @@ class Saves:
             log.info(
                 "checkpoint %s: %s; training stood still for %.3g s, durable after %.3g s.",
                 saved.url,
-                readable(saved.manifest.num_bytes),
+                readable_size(saved.manifest.num_bytes),
                 saved.stall_s,
                 saved.durable_s,
             )
@@ -112,8 +112,8 @@ class Saves:
             request: What, and where to.
             saver: The id of the plugin that asks.
         """
-        self.settle()
         began = time.perf_counter()
+        self.settle()  # one at a time: waiting for the one before is standing still too
         state = self._state
         shot = capture(state, self._parts(), request.weights_only, request.ignore)
         files = self._copy(shot)
@@ -196,13 +196,3 @@ class Saves:
             if self._reserving is not None:
                 self._reserving.join()
             self._staging.clear()
-
-
-def readable(num_bytes: int) -> str:
-    """Return a number of bytes for people: ``1.2 GB``."""
-    size = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

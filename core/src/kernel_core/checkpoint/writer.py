@@ -35,6 +35,9 @@ class Board(Protocol):
     def post(self, key: str, text: str) -> None:
         """Let the other ranks read ``text`` under ``key``."""
 
+    def remove(self, key: str) -> None:
+        """Forget ``key``; nothing there is no error."""
+
     def read(self, key: str, timeout_s: float, given_up: Callable[[], bool]) -> str:
         """Wait until some rank has posted ``key``, and return it; ``given_up`` ends the waiting.
 
@@ -164,6 +167,7 @@ class Writer:
         """Choose the folder, write, wait for the others, and make it a checkpoint by writing the manifest."""
         name = None
         try:
+            self._forget(number - 2)  # every rank that began the one before has read all of that
             name, sequence, replaced = _choose(job)
             self._post(f"{number}/go", {"name": name})
             mine = _write(job, name)
@@ -215,6 +219,12 @@ class Writer:
     def _post(self, key: str, content: dict[str, Any]) -> None:
         if self._board is not None:
             self._board.post(key, json.dumps(content))
+
+    def _forget(self, number: int) -> None:
+        """Take the messages about a checkpoint off the board, which would else grow with every save."""
+        if self._board is not None and number > 0:
+            for what in ("go", "done", *range(1, self._world_size)):
+                self._board.remove(f"{number}/{what}")
 
     def _read(self, key: str) -> dict[str, Any]:
         assert self._board is not None

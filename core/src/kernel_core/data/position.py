@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,13 +25,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from kernel_core.data.loader import begin_epoch
 from kernel_core.data.sampler import ResumableBatchSampler
 from kernel_core.errors import DataError
+from kernel_core.train.randomness import randomness_state, restore_randomness
 
 Kind = Literal["map", "stateful", "dataset", "count"]
 
@@ -237,7 +236,7 @@ def enter_epoch(loader: Any, epoch: int, batch: int = 0, *, skip: bool = True) -
     first = next(batches, _END)
     if first is not _END:
         return chain([first], batches)
-    set_host_generators(reading.start["host"])  # it was still at the end of an epoch: only another pass counts
+    restore_randomness(reading.start["host"])  # it was still at the end of an epoch: only another pass counts
     _set_own(loader, reading.start["own"])
     return _iterate(loader, reading, None)
 
@@ -245,10 +244,10 @@ def enter_epoch(loader: Any, epoch: int, batch: int = 0, *, skip: bool = True) -
 def _enter_within(
     loader: Any, reading: _Reading, resumed: Mapping[str, Any] | None, epoch: int, batch: int, skip: bool
 ) -> Iterator[Any]:
-    own, host = [generator.get_state() for generator in _own_generators(loader)], host_generators()
+    own, host = [generator.get_state() for generator in _own_generators(loader)], randomness_state()
     _set_own(loader, reading.start.get("own", ()))
     if "host" in reading.start:
-        set_host_generators(reading.start["host"])
+        restore_randomness(reading.start["host"])
     to_skip = begin_epoch(loader, epoch, batch)
     if resumed and resumed.get("ended"):
         batches: Iterator[Any] = iter(())  # another pass would begin
@@ -259,7 +258,7 @@ def _enter_within(
         if skip and batches is not loader:
             for _ in range(to_skip):
                 next(batches, None)
-    set_host_generators(host)
+    restore_randomness(host)
     _set_own(loader, resumed["own"] if resumed else own)
     return batches
 
@@ -325,39 +324,13 @@ def _start_of(loader: Any, begun: bool) -> dict[str, Any]:
     """Return the generators as an epoch begins; the global ones only where a place cannot be had from a number."""
     start: dict[str, Any] = {"begun": begun, "own": [generator.get_state() for generator in _own_generators(loader)]}
     if position_kind(loader) != "map" and not isinstance(loader, Iterator):
-        start["host"] = host_generators()
+        start["host"] = randomness_state()
     return start
 
 
 def _set_own(loader: Any, states: Iterable[torch.Tensor]) -> None:
     for generator, state in zip(_own_generators(loader), states, strict=False):
         generator.set_state(state)
-
-
-def host_generators() -> dict[str, Any]:
-    """Return the states of the global generators of Python, NumPy (its default one) and torch on the CPU, as plain data."""
-    version, words, gauss = random.getstate()
-    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
-    made: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
-        "torch": torch.get_rng_state(),
-    }
-    if numpy_state["bit_generator"] == "MT19937":
-        key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
-        made["numpy"] = {"words": key, "position": int(numpy_state["state"]["pos"])}
-        made["numpy"] |= {"has_gauss": int(numpy_state["has_gauss"]), "gauss": float(numpy_state["gauss"])}
-    return made
-
-
-def set_host_generators(states: Mapping[str, Any]) -> None:
-    """Put back what ``host_generators`` returned."""
-    python = states["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        saved = states["numpy"]
-        words = saved["words"].numpy().astype(np.uint32)
-        np.random.set_state(("MT19937", words, saved["position"], saved["has_gauss"], saved["gauss"]))
 
 
 # what cannot be exact

@@ -24,6 +24,10 @@ class Board:
         """Let the other ranks read ``text`` under ``key``."""
         self._store.set(f"{self._name}/{key}", text)
 
+    def remove(self, key: str) -> None:
+        """Forget ``key``, which all have read; nothing there is no error."""
+        self._store.delete_key(f"{self._name}/{key}")
+
     def read(self, key: str, timeout_s: float, given_up: Callable[[], bool] = lambda: False) -> str:
         """Wait until some rank has posted ``key``, and return it.
 

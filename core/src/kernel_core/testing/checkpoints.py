@@ -36,6 +36,16 @@ class DictBoard:
             self._texts[key] = text
             self._changed.notify_all()
 
+    @property
+    def keys(self) -> set[str]:
+        """What is posted now."""
+        return set(self._texts)
+
+    def remove(self, key: str) -> None:
+        """Forget ``key``."""
+        with self._changed:
+            self._texts.pop(key, None)
+
     def read(self, key: str, timeout_s: float, given_up: Callable[[], bool]) -> str:
         """Wait until some rank has posted ``key``, and return it."""
         end = time.monotonic() + timeout_s

@@ -55,10 +55,9 @@ def forked_randomness(*key: object) -> Iterator[None]:
 
 def randomness_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """Return the state of the global generators of Python, NumPy and torch, and of ``devices``: plain data and tensors."""
-    kind, *rest = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (kind, *rest),
+        "numpy": np.random.get_state(legacy=False),  # a dict, whichever generator is NumPy's global one
         "torch": torch.get_rng_state(),
         "devices": {},
     }
