@@ -36,6 +36,7 @@ bench:
 	.venv-bench/bin/python bench/step_overhead.py
 	.venv-bench/bin/python bench/gpt2_step.py
 	.venv-bench/bin/python bench/startup.py
+	.venv-bench/bin/python bench/checkpoint.py
 
 wheels: env
 	$(RUN) tools/wheels.py dist

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import torch
+from importlib_metadata import version
 from torch import Tensor
 
 from kernel_core.checkpoint.codec import encode
@@ -16,6 +18,7 @@ from kernel_core.checkpoint.manifest import LOCK, STATE
 from kernel_core.checkpoint.metric_state import metric_state
 from kernel_core.checkpoint.pieces import Piece, check_savable, pieces_of
 from kernel_core.checkpoint.reader import PRIVATE, rank_file, tensor_file
+from kernel_core.errors import UnsavableError
 from kernel_core.train.randomness import randomness_state
 
 if TYPE_CHECKING:
@@ -58,8 +61,6 @@ class _Tensors:
         self.found: dict[str, Any] = {}
 
     def put(self, tensor: Any, where: str) -> str:
-        import torch
-
         name, number = where, 1
         while name in self.found:
             number += 1
@@ -86,9 +87,12 @@ def capture(state: State, parts: RunParts, weights_only: bool = False, ignore: I
     """
     rank, world_size = state.rank, state.world_size
     shot = Shot()
-    kept: dict[str, Any] = {"model": dict(state.engine.model_state(state.model, full=False))}
+    model = state.engine.model_state(state.model, full=False)
+    kept: dict[str, Any] = {"model": dict(model)}
     if not weights_only:
         kept |= _sections(state, parts)
+        if rank:  # running statistics and the like may differ from rank 0's, which are the model's
+            kept["buffers"] = _own_buffers(state, model)
     drop(kept, ignore)
     weights, extra, aliases = _weights(state, kept.pop("model", {}))
     mine: dict[str, Any] = {"parts": {}}
@@ -140,15 +144,13 @@ def _sections(state: State, parts: RunParts) -> dict[str, Any]:
     """Return everything but the model, by section."""
     engine, model = state.engine, state.model
     devices = {state.device, *(parameter.device for parameter in model.parameters())}
-    sections: dict[str, Any] = {
+    return {
         "timestamp": state.timestamp,
         "optimizers": [engine.optimizer_state(model, optimizer, full=False) for optimizer in state.optimizers],
         "schedulers": [one.state_dict() if hasattr(one, "state_dict") else None for one in state.schedulers],
         "scaler": dict(parts.scaler),
         "plugins": {
-            active.id: active.plugin.state_dict()
-            for active in state.plan.plugins
-            if active.kind != "loggers" or active.id not in state.silent
+            active.id: active.plugin.state_dict() for active in state.plan.plugins if active.id not in state.silent
         },
         "values": {"train": dict(state.train_metric_values), "eval": dict(state.eval_metric_values)},
         "loop": dict(parts.loop),
@@ -157,13 +159,12 @@ def _sections(state: State, parts: RunParts) -> dict[str, Any]:
         "rng": randomness_state(sorted(devices, key=str)),
         "position": None if parts.position is None else dict(parts.position),
     }
-    if state.rank:  # running statistics and the like may differ from rank 0's, which are the model's
-        sections["buffers"] = {
-            name: buffer
-            for name, buffer in engine.model_state(model, full=False).items()
-            if name in dict(model.named_buffers()) and not hasattr(buffer, "device_mesh")
-        }
-    return sections
+
+
+def _own_buffers(state: State, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the buffers among the model's tensors that this rank holds whole."""
+    names = {name for name, _ in state.model.named_buffers()}
+    return {name: value for name, value in model.items() if name in names and not hasattr(value, "device_mesh")}
 
 
 def _weights(state: State, found: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
@@ -182,9 +183,6 @@ def _weights(state: State, found: Mapping[str, Any]) -> tuple[dict[str, Tensor],
 
 def _lock(state: State, parts: RunParts) -> dict[str, Any]:
     """Return what the run is made of, for people and for a run that resumes it."""
-    import torch
-    from importlib_metadata import version
-
     parameters = list(state.model.parameters())
     return {
         "run_name": state.run_name,
@@ -246,6 +244,4 @@ def _drop(values: dict[Any, Any], patterns: Sequence[str], path: str) -> None:
 
 
 def _no_tensor(tensor: Any, where: str) -> str:
-    from kernel_core.errors import UnsavableError
-
     raise UnsavableError(f"{where}: is a tensor, which has no place there. Expected plain data.")

@@ -26,7 +26,7 @@ class Lifetime:
         before_close: Called first when the trainer closes, with whether it failed.
         at_failure: Told of the error that ended the run.
         at_close: What else is put back when the trainer closes.
-        checkpoint: The command or advice that goes on from a durable checkpoint of the step the run ended at, if there is one.
+        checkpoint: Returns where the checkpoint is from which a run that a signal ended can go on, None if there is none.
         closed: Whether it is.
     """
 

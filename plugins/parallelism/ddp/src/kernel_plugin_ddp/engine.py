@@ -37,8 +37,9 @@ class _FixedBuckets(DistributedDataParallel):
 
     def fix(self) -> None:
         """Lay the buckets out now, as if gradients had come in the order of the parameters above. A collective."""
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
+        if hasattr(self.reducer, "_push_all_rebuilt_params"):  # torch's own business: without it only last bits differ
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
 
 
 class DDPEngine(DistributedEngine):
