@@ -76,7 +76,10 @@ def _fsync(path: Path) -> None:
 
 
 class Torch:
-    """``torch.save`` of both state dicts; loaded with ``mmap=True``."""
+    """``torch.save`` of both state dicts; loaded with ``mmap=True``, or, where it was synced, by reading all of it.
+
+    Mapped, the optimizer keeps tensors that are read from the disk when the next step touches them.
+    """
 
     def __init__(self, layers: int, fsync: bool = False) -> None:
         self.net, self.optimizer = make(layers)
@@ -94,7 +97,7 @@ class Torch:
         return _at_once(path)
 
     def load(self, path: Path) -> None:
-        state = torch.load(path, mmap=True, weights_only=True)
+        state = torch.load(path, mmap=not self.fsync, weights_only=True)
         self.net.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 

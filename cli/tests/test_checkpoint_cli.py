@@ -465,7 +465,7 @@ REFUSED = [
     (["small", "--run-name", "run"], "runs/run holds a run already. Choose another name"),
     (["small", "--set", "checkpoint.save_intervall=1ep"], "checkpoint.save_intervall: unknown option. Did you mean"),
     (["small", "--set", "checkpoint.save_interval=never"], "checkpoint_saver.save_interval: got 'never'"),
-    (["small", "--set", "checkpoint.load_path=nowhere"], "load_path: there is no checkpoint in nowhere"),
+    (["small", "--set", "checkpoint.load_path=nowhere"], "checkpoint: there is no checkpoint in nowhere"),
     (["small", "--no-checkpoints", "-o", "checkpoint_saver.overwrite=true"], "is not among the plugins of this run"),
 ]
 

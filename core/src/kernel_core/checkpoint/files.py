@@ -106,6 +106,7 @@ def _problem(name: str, path: Path, record: FileRecord) -> str | None:
 
 
 def _pieces(path: Path) -> Iterator[memoryview]:
+    """Yield a file's bytes. They are read, not mapped: what a failing disk makes an error here, kills who has it mapped."""
     buffer = bytearray(READ_BYTES)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:

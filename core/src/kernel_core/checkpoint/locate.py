@@ -113,8 +113,8 @@ def locate(path: str) -> Found:
     if found := _newest(storage):
         return found
     raise CheckpointMissingError(
-        f"load_path: there is no checkpoint in {path}: no {MANIFEST}, neither there nor one folder below. Expected the folder of "
-        f"a checkpoint, a folder of checkpoints, or {LATEST!r} in one. Check the path; unfinished saves have none."
+        f"checkpoint: there is no checkpoint in {path}: no {MANIFEST}, neither there nor one folder below. Expected the folder "
+        f"of a checkpoint, a folder of checkpoints, or {LATEST!r} in one. Check the path; unfinished saves have none."
     )
 
 
@@ -139,8 +139,7 @@ def _pointed_at(storage: Storage, path: str) -> Found:
     if found := _newest(storage):
         return found
     raise CheckpointMissingError(
-        f"load_path: {path} leads to no checkpoint: there is none in {storage.url}. Check the path, or leave load_path out to "
-        "begin anew."
+        f"checkpoint: {path} leads to no checkpoint: there is none in {storage.url}. Check the path, or begin anew without one."
     )
 
 

@@ -161,12 +161,14 @@ def check_plan(found: Sequence[Difference], allow: Collection[str], locked: bool
 
     refused = [one for one in found if (one.refused or locked) and not allowed(one)]
     if refused:
+        ids = ",".join(one.name for one in refused)
         lines = "\n".join(f"  {one.text}" for one in refused)
         names = ", ".join(repr(one.name) for one in refused)
         how = "locked=True refuses any difference" if locked else "what changes training must be as it was"
         raise CheckpointMismatchError(
             f"checkpoint {where}: the plugins of this run differ from those that saved it; {how}.\n{lines}\n"
-            f"Use the same plugins and options, or allow it: load_allow_changes=[{names}]."
+            f"Use the same plugins and options, or allow it: load_allow_changes=[{names}]; on the command line "
+            f"--set checkpoint.load_allow_changes=[{ids}]."
         )
     return list(found)
 

@@ -176,7 +176,7 @@ class Checkpoints:
             if "seed" not in self._options.allow_changes:
                 raise CheckpointMismatchError(
                     f"checkpoint {self._opened.found.url}: was saved by a run with seed {seed}, and this one has {given}. "
-                    "Expected the same, which decides the order of the data. Leave it out, or give load_allow_changes=['seed']."
+                    "Expected the same, which decides the order of the data. Leave it out, or allow 'seed' in load_allow_changes."
                 )
             return given
         return seed
