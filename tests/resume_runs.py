@@ -691,9 +691,15 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
     if isinstance(found, dict) and isinstance(expected, dict):
         keys = [*expected, *(key for key in found if key not in expected)]
         return [one for key in keys for one in differences(found.get(key), expected.get(key), f"{path}/{key}")]
-    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
-        pairs = enumerate(zip(found, expected, strict=True))
-        return [one for index, (a, b) in pairs for one in differences(a, b, f"{path}/{index}")]
+    if isinstance(found, list) and isinstance(expected, list):
+        common = min(len(found), len(expected))
+        inside = [
+            one for index in range(common) for one in differences(found[index], expected[index], f"{path}/{index}")
+        ]
+        if len(found) == len(expected):
+            return inside
+        more = f"{found[common:]!r:.200} instead of {expected[common:]!r:.200}"
+        return [*inside[:1], f"{path}: {len(found)} entries instead of {len(expected)}; from {common} on {more}"]
     return [] if found == expected else [f"{path}: {found!r:.200} instead of {expected!r:.200}"]
 
 

@@ -171,25 +171,29 @@ def test_shapes_that_no_number_of_ranks_divides_go_through_every_engine(model: s
 # --- preemption ------------------------------------------------------------------------------------------------------
 
 WITHIN_S = 20.0  # on a busy machine; as a rule it is one step and one write
-INTERRUPTIONS: dict[str, tuple[str, int]] = {
-    "in the first batch": ("before_forward", 0),
-    "before the first batch": ("fit_start", 0),
-    "in training": ("before_forward", 4),
-    "at the end of a batch": ("batch_end", 5),
-    "in an evaluation in mid-epoch": ("eval_batch_end", 4),
-    "in an evaluation at the end of an epoch": ("eval_batch_end", 6),
-    "at the end of an epoch": ("epoch_end", 6),
-    "while a checkpoint is written": ("write", 3),
-    "in the last batch": ("before_forward", 8),
-    "in the last evaluation": ("eval_batch_end", 9),
+INTERRUPTIONS: dict[str, tuple[str, int, str]] = {  # the hook, the finished batches, and how often the run is saved
+    "in the first batch": ("before_forward", 0, "50ba"),
+    "before the first batch": ("fit_start", 0, "50ba"),
+    "in training": ("before_forward", 4, "50ba"),
+    "at the end of a batch": ("batch_end", 5, "50ba"),
+    "in an evaluation in mid-epoch": ("eval_batch_end", 4, "50ba"),
+    "in an evaluation at the end of an epoch": ("eval_batch_end", 6, "50ba"),
+    "in such an evaluation, just after a checkpoint": ("eval_batch_end", 6, "3ba"),
+    "at the end of an epoch": ("epoch_end", 6, "50ba"),
+    "while a checkpoint is written": ("write", 3, "3ba"),
+    "in the last batch": ("before_forward", 8, "50ba"),
+    "in the last evaluation": ("eval_batch_end", 9, "50ba"),
+    "in the last evaluation, just after a checkpoint": ("eval_batch_end", 9, "3ba"),
 }
 QUICKLY = ["in the first batch", "in an evaluation in mid-epoch", "while a checkpoint is written"]
 
 
-def check_interrupted(world_size: int, engine: str | None, rank: int, hook: str, batch: int, folder: Path) -> None:
+def check_interrupted(
+    world_size: int, engine: str | None, rank: int, interruption: tuple[str, int, str], folder: Path
+) -> None:
+    hook, batch, interval = interruption
     case = {"parallelism": engine, "evaluate": "4ba", "duration": "9ba", "noise": True}
-    saver = {"save_interval": "3ba" if hook == "write" else "50ba"}
-    calls: dict[str, Any] = {"case": case, "autoresume": saver}
+    calls: dict[str, Any] = {"case": case, "autoresume": {"save_interval": interval}}
     reference = server().run(world_size, "run", **calls, folder=str(folder / "reference"))
     began = time.monotonic()
     ends = {"hook": hook, "batch": batch, "rank": rank, "how": "term"}
@@ -210,19 +214,19 @@ def check_interrupted(world_size: int, engine: str | None, rank: int, hook: str,
 
 @pytest.mark.parametrize("name", [one if one in QUICKLY else pytest.param(one, marks=slow) for one in INTERRUPTIONS])
 def test_sigterm_on_one_rank_ends_all_at_one_step_from_which_the_run_goes_on_exactly(name: str, tmp_path: Path) -> None:
-    check_interrupted(2, "ddp", 1, *INTERRUPTIONS[name], tmp_path)
+    check_interrupted(2, "ddp", 1, INTERRUPTIONS[name], tmp_path)
 
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", INTERRUPTIONS)
 def test_sigterm_on_any_rank_of_a_sharded_run_does(name: str, rank: int, tmp_path: Path) -> None:
-    check_interrupted(2, "fsdp", rank, *INTERRUPTIONS[name], tmp_path)
+    check_interrupted(2, "fsdp", rank, INTERRUPTIONS[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", [one if one in QUICKLY else pytest.param(one, marks=slow) for one in INTERRUPTIONS])
 def test_sigterm_ends_one_process_so_that_the_run_goes_on_exactly(name: str, tmp_path: Path) -> None:
-    check_interrupted(1, None, 0, *INTERRUPTIONS[name], tmp_path)
+    check_interrupted(1, None, 0, INTERRUPTIONS[name], tmp_path)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

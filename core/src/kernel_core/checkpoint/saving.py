@@ -171,7 +171,8 @@ class Saves:
             for name, size in sizes.items():
                 self._memory(name, size)
 
-        self._reserving = threading.Thread(target=touch, daemon=True)
+        # not a daemon: the interpreter would end under it, and with it the process, by an abort
+        self._reserving = threading.Thread(target=touch, name="checkpoint memory")
         self._reserving.start()
 
     def _storage(self, folder: str) -> Storage:

@@ -627,3 +627,27 @@ def test_two_hundred_saves_take_no_more_memory_than_forty(tmp_path: Path) -> Non
     first, last = map(int, ran.stdout.split()[-2:])
     assert last < 1.05 * first, (first, last)
     assert len(list(open_storage(tmp_path / "c").list_folders())) == 2
+
+
+LEFT_AT_ONCE = """
+import sys, torch
+from kernel_core import Trainer
+from kernel_core.models import Classifier
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+wide = Classifier(nn.Sequential(nn.Flatten(), nn.Linear(1, 30_000_000), nn.AdaptiveAvgPool1d(2)), num_classes=2)
+loader = DataLoader(TensorDataset(torch.ones(2, 1), torch.zeros(2, dtype=torch.long)), batch_size=2)
+trainer = Trainer(
+    model=wide, train_dataloader=loader, max_duration="3ep", optimizers=torch.optim.SGD(wide.parameters(), lr=0.1),
+    save_folder=sys.argv[1], progress_bar=False, device="cpu",
+)
+steps = trainer.steps()
+next(steps)  # from here on the memory is being got; the process ends in the middle of that
+"""
+
+
+def test_a_process_that_ends_while_memory_for_checkpoints_is_got_ends_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEFT_AT_ONCE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

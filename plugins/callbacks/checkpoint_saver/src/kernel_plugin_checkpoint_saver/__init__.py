@@ -85,7 +85,7 @@ class CheckpointSaver(Callback):
             latest=latest_filename,
             asynchronous=asynchronous,
         )
-        self.saved_at = -1  # the batch of the latest checkpoint
+        self.saved_at: tuple[int, int, int] | None = None  # where the latest checkpoint is, as _place tells it
         self._resumed = False
         self._trigger: Trigger | None = None
 
@@ -99,12 +99,12 @@ class CheckpointSaver(Callback):
         """Count from here; clear away what unfinished saves have left."""
         if isinstance(self.save_interval, Time) and self.save_interval.value:
             self._trigger = Trigger(self.save_interval, state)
-        if state.progress.batch < self.saved_at:
-            self.saved_at, self._resumed = -1, True  # the time was reset: earlier checkpoints are this run's own
+        if self.saved_at is not None and _place(state) < self.saved_at:
+            self.saved_at, self._resumed = None, True  # the time was reset: earlier checkpoints are this run's own
         if state.rank == 0:
             self._clear_up(state)
             if not self.request.overwrite:
-                own = state.run_name if self._resumed or self.saved_at >= 0 else None
+                own = state.run_name if self._resumed or self.saved_at else None
                 refuse_later(fill_in(self.folder, state), state.progress.batch, own)
 
     def _clear_up(self, state: State) -> None:
@@ -130,27 +130,32 @@ class CheckpointSaver(Callback):
             return None
         if not self._is_due(state, event):
             return None
-        self.saved_at = state.progress.batch
+        self.saved_at = _place(state)
         return self.request
 
     def _is_due(self, state: State, event: str) -> bool:
         if event == "interrupted":
-            return not self.request.weights_only and self.saved_at != state.progress.batch
-        if event == "fit_end":
-            return self.saved_at != state.progress.batch
+            return not self.request.weights_only and self.saved_at != _place(state)
+        if event == "fit_end":  # nothing is trained between the last batch and the end
+            return self.saved_at is None or self.saved_at[2] != state.progress.batch
         if not isinstance(self.save_interval, Time):
             return bool(self.save_interval(state, event))
         trigger = self._trigger
         return trigger is not None and event == EVENT_OF.get(trigger.unit, "batch_checkpoint") and trigger()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the batch of the latest checkpoint."""
+        """Return where the latest checkpoint is: iteration, epoch and batch."""
         return {"saved_at": self.saved_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what ``state_dict`` returned."""
         self.saved_at = state["saved_at"]
         self._resumed = True
+
+
+def _place(state: State) -> tuple[int, int, int]:
+    """Tell two checkpoints of one batch apart: before the end of its epoch, or iteration, and after it."""
+    return state.progress.iteration, state.progress.epoch, state.progress.batch
 
 
 def refuse_later(folder: str, batch: int, own: str | None = None) -> None:
