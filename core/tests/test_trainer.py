@@ -537,3 +537,35 @@ def test_sample_streams_follow_the_sample_and_scopes_are_checked() -> None:
         state.generator(draws, "sample")
     with pytest.raises(ValueError, match=r"unknown scope 'node'"):
         state.generator(draws, "node")  # type: ignore[arg-type]
+
+
+class Narrow(Callback):
+    unsupported = {"single": "it needs several", "microbatching": "it counts batches", "resume": "it forgets"}
+
+
+@pytest.mark.parametrize(
+    ("word", "arguments", "what"),
+    [
+        ("single", {}, "the engine single: it needs several"),
+        ("microbatching", {"device_train_microbatch_size": 2}, "batches that are split: it counts batches"),
+        ("microbatching", {"device_train_microbatch_size": "auto"}, "batches that are split: it counts batches"),
+        ("microbatching", {"grad_accum": 2}, "batches that are split: it counts batches"),
+    ],
+)
+def test_what_a_plugin_says_it_does_not_support_is_refused(word: str, arguments: Any, what: str) -> None:
+    plugin = Narrow()
+    plugin.unsupported = {word: Narrow.unsupported[word]}
+    with pytest.raises(ConflictError, match=rf"narrow: does not work with {what}\. Leave one of them out\."):
+        make(plugin, **arguments).fit()
+
+
+def test_a_plugin_that_cannot_be_resumed_is_refused_before_any_weight_is_loaded(tmp_path: Any) -> None:
+    plugin = Narrow()
+    plugin.unsupported = {}
+    with make(plugin, seed=1) as trainer:
+        trainer.fit()
+        url = trainer.save_checkpoint(tmp_path, "one")
+    plugin.unsupported = {"resume": "it forgets"}
+    with pytest.raises(ConflictError, match=r"narrow: does not work with a run that is resumed: it forgets\."):
+        make(plugin, load_path=url)
+    make(plugin, load_path=url, load_weights_only=True).close()

@@ -65,7 +65,17 @@ class Plugin(metaclass=PluginType):
             when one is loaded, even if nobody names it.
         affects_training: Whether a run that is resumed must have it too, with the same options.
         may_change: Names of options that may be others when a run is resumed.
+        unsupported: What it cannot work with, by word, and why: the name of an engine, ``microbatching``, ``resume``. A run
+            that has it is refused at start.
         hook_api: The level of the hook interface the plugin was written for.
+
+    What the conformance kit (``kernel_core.testing``) should know:
+
+    Attributes:
+        example: Options to try the plugin with: what has no default, at least.
+        neutral: Options with which a run is bit for bit one without the plugin; None if there are none.
+        commutes: Names of plugins with which either order gives the same result.
+        split_invariant: Whether splitting a batch, into microbatches or over ranks, changes the result by rounding only.
     """
 
     kind: ClassVar[Band]
@@ -79,7 +89,12 @@ class Plugin(metaclass=PluginType):
     structural: ClassVar[bool] = False
     affects_training: ClassVar[bool] = True
     may_change: Iterable[str] = frozenset()
+    unsupported: Mapping[str, str] = {}
     hook_api: int = HOOK_API
+    example: ClassVar[Mapping[str, Any]] = {}
+    neutral: ClassVar[Mapping[str, Any] | None] = None
+    commutes: ClassVar[Iterable[str]] = frozenset()
+    split_invariant: ClassVar[bool] = True
 
     def active_hooks(self) -> Iterable[str] | None:
         """Return the names of the hooks that are active with these options; None, the default, for all. Read once."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from importlib_metadata import version
 
-from kernel_core.errors import HookError, OptionError, PluginLoadError, PluginNotFoundError
+from kernel_core.errors import ConflictError, HookError, OptionError, PluginLoadError, PluginNotFoundError
 from kernel_core.hooks import BANDS, HOOK_API, HookSpec
 from kernel_core.naming import normalize
 from kernel_core.registry.base import Plugin
@@ -151,6 +151,16 @@ class Plan:
         raise PluginNotFoundError(
             f"{plugin.name}: is not one of this run's plugins. Pass one that the trainer was given."
         )
+
+    def check_supported(self, word: str, what: str) -> None:
+        """Refuse ``what``, which plugins call by ``word``, if one of them cannot work with it.
+
+        Raises:
+            ConflictError: it says so in ``unsupported``.
+        """
+        for active in self.plugins:
+            if (reason := active.plugin.unsupported.get(word)) is not None:
+                raise ConflictError(f"{active.id}: does not work with {what}: {reason}. Leave one of them out.")
 
     @cached_property
     def digest(self) -> str:

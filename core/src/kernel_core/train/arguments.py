@@ -310,6 +310,8 @@ def check_fit(state: State, data: DataSpec | None) -> None:
             "Give max_duration in batches, samples or tokens, such as '1000ba', or train_subset_num_batches=<batches>, or, if "
             "the loader does end, DataSpec(loader, num_samples=<samples>)."
         )
+    if state.device_train_microbatch_size is not None or state.grad_accum is not None or state.auto_microbatching:
+        state.plan.check_supported("microbatching", "batches that are split")
     size, rows = state.device_train_microbatch_size, getattr(data.dataloader, "batch_size", None)
     rows = getattr(getattr(data.dataloader, "batch_sampler", None), "batch_size", rows) if rows is None else rows
     if size is not None and isinstance(rows, int) and size > rows and not state.auto_microbatching:

@@ -214,6 +214,8 @@ class Checkpoints:
             return
         opened, options = self._opened, self._options
         try:
+            if not self._weights_only:
+                state.plan.check_supported("resume", "a run that is resumed")
             load_weights(state, opened.reader, options.strict, options.ignore)
             if not self._weights_only:
                 self._restored = load_state(state, opened.reader, precision, options.ignore)

@@ -36,6 +36,7 @@ def init_plugins(state: State, logger: Logger, begin: Callable[[str], None]) -> 
         ConflictError: a plugin cannot work in this run.
         SurgeryError: a plugin changed the model, which is what the surgery hooks are for.
     """
+    state.plan.check_supported(state.engine.name, f"the engine {state.engine.name}")
     for active in state.plan.plugins:
         active.plugin.check(state)
     state.engine.check(state)
