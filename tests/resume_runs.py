@@ -5,7 +5,6 @@ A *case* is a dict: what differs from ``DEFAULTS``. Each note is one line; all n
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import random
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from forked import serve, server_of
 from kernel_core import Algorithm, Callback, Evaluator, State, Trainer, hookimpl
 from kernel_core.checkpoint.metric_state import metric_state
 from kernel_core.checkpoint.request import SaveRequest
@@ -27,6 +25,8 @@ from kernel_core.errors import Interrupted
 from kernel_core.models import Classifier
 from kernel_core.optim import CosineAnnealingWithWarmupScheduler
 from kernel_core.storage import files
+from kernel_core.testing.exact import exact
+from kernel_core.testing.forked import serve, server_of
 from kernel_core.train.randomness import randomness_state, seed_all
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -195,25 +195,6 @@ def make_loader(case: Mapping[str, Any], rank: int, world_size: int) -> Any:
 
 
 # --- what is noted ---------------------------------------------------------------------------------------------------
-
-
-def exact(value: Any) -> Any:
-    """Return ``value`` as plain data in which nothing is rounded; tensors as kind and checksum."""
-    if isinstance(value, torch.Tensor):
-        value = value.to_local() if hasattr(value, "to_local") else value
-        if value.ndim == 0:
-            return exact(value.item())
-        data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return f"{str(value.dtype)[6:]}{list(value.shape)} {hashlib.sha1(data).hexdigest()[:12]}"
-    if isinstance(value, np.ndarray):
-        return exact(torch.from_numpy(value.copy()))
-    if isinstance(value, float):
-        return value.hex()
-    if isinstance(value, Mapping):
-        return {str(key): exact(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [exact(one) for one in value]
-    return value if isinstance(value, int | str | bool | None) else repr(value)
 
 
 def ids_of(batch: Any) -> list[int]:

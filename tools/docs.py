@@ -45,9 +45,8 @@ def plugins_page() -> str:
     rows = []
     for folder in packages():
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        for group, entries in project.get("entry-points", {}).items():
-            kind = group.removeprefix("kernel.")
-            for name in entries:
+        for kind in KINDS:
+            for name in project.get("entry-points", {}).get(f"kernel.{kind}", {}):
                 where = folder.relative_to(ROOT).as_posix()
                 rows.append((KINDS.index(kind), name, kind, project["name"], project["description"], where))
     lines = [

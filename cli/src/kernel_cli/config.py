@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from kernel_core.errors import ConfigError, TimeStringError
 from kernel_core.naming import did_you_mean, normalize
-from kernel_core.recipe import Config, Recipe, load_recipe, merge, plugin_label, with_saver
+from kernel_core.recipe import Config, Recipe, load_recipe, merge, plugin_label, with_absolute_paths, with_saver
 from kernel_core.registry.discovery import installed_plugins
 from kernel_core.timing import Time, TimeUnit
 
@@ -165,15 +165,16 @@ def apply_arguments(
         nested = {plugin: {option: value}} if section == "plugins" and dot else {key: value}
         config = merge(config, {section: nested})
     config = merge(config, {"train": {key: value for key, value in train.items() if value is not None}})
-    named = [name.strip() for name in plugins.split(",") if name.strip()]
+    config = {**config, "plugins": with_absolute_paths(config.get("plugins", {}))}
+    named = list(map(str.strip, filter(str.strip, plugins.split(","))))
     known = {plugin_label(key): key for key in config.get("plugins", {})}
     for name in named:
         if plugin_label(name) in map(plugin_label, named[: named.index(name)]) or named.count(name) > 1:
             raise ConfigError(f"--plugins: {name} is named twice. Give one of them an id of its own: 'other={name}'.")
         if plugin_label(name) in known:
             continue
-        config = merge(config, {"plugins": {name: {}}})
-        known[plugin_label(name)] = name
+        config = merge(config, {"plugins": with_absolute_paths({name: {}})})
+        known = {plugin_label(key): key for key in config["plugins"]}
     config = merge(config, {"plugins": {}})
     known |= {plugin_label(key): key for key in complete(config)["plugins"]}
     engines = {normalize(name): name for name in config.get("parallelism", {})}

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import click
-from kernel_core.registry.discovery import HOOK_KINDS, KINDS, PluginInfo, find, installed_plugins
+from kernel_core.registry.discovery import HOOK_KINDS, KINDS, PluginInfo, find, installed_plugins, load_class
+from kernel_core.registry.single_file import is_file, load_file, name_of
 
 from kernel_cli.output import columns
 
@@ -32,10 +33,18 @@ def _basics(info: PluginInfo) -> dict[str, str]:
 
 def show_plugin(name: str, as_json: bool) -> dict[str, Any]:
     """Return what can be known of one plugin from its class."""
+    if is_file(name):
+        cls = load_file(name)
+        details = {"name": name_of(name), "kind": cls.kind, "distribution": None, "version": None, "summary": ""}  # type: ignore[attr-defined]
+        details |= _describe_class(cls)
+        if not as_json:
+            _print_plugin(details)
+        return details
     info = find(name, KINDS)
-    details: dict[str, Any] = _basics(info)
+    details = _basics(info)
     if info.kind in HOOK_KINDS:
-        details |= _describe_class(info)
+        cls = load_class(info)
+        details |= _describe_class(cls) | {"card": _card(info, cls)}
     else:
         loaded = info.load()
         details |= {"documentation": getattr(loaded, "summary", None) or (loaded.__doc__ or "").strip()}
@@ -44,13 +53,18 @@ def show_plugin(name: str, as_json: bool) -> dict[str, Any]:
     return details
 
 
-def _describe_class(info: PluginInfo) -> dict[str, Any]:
+def _card(info: PluginInfo, cls: type) -> dict[str, Any] | None:
+    """Return what the conformance kit found, as the package keeps it."""
+    from kernel_core.testing.conformance.card import kept_card, path_in_package
+
+    return kept_card(path_in_package(cls), info.name)
+
+
+def _describe_class(cls: Any) -> dict[str, Any]:
     import inspect
 
-    from kernel_core.registry.discovery import load_class
     from kernel_core.registry.options import describe_options
 
-    cls = load_class(info)
     hooks = [name for name in dir(cls) if hasattr(inspect.getattr_static(cls, name), "kernel_impl")]
 
     def words(attribute: str) -> list[str]:
@@ -66,7 +80,8 @@ def _describe_class(info: PluginInfo) -> dict[str, Any]:
 
 
 def _print_plugin(details: dict[str, Any]) -> None:
-    click.echo(f"{details['name']}  ({details['kind']}, {details['distribution']} {details['version']})\n")
+    owner = f"{details['distribution']} {details['version']}" if details["distribution"] else "a file"
+    click.echo(f"{details['name']}  ({details['kind']}, {owner})\n")
     click.echo(details["documentation"] + "\n")
     if options := details.get("options"):
         click.echo("options")
@@ -74,6 +89,10 @@ def _print_plugin(details: dict[str, Any]) -> None:
     for attribute in ("hooks", "roles", "before", "after", "conflicts"):
         if details.get(attribute):
             click.echo(f"{attribute}: {', '.join(details[attribute])}")
+    if details.get("card"):
+        from kernel_core.testing.conformance.card import render
+
+        click.echo("\nwhat the conformance kit found\n" + render(details["card"]))
 
 
 def show_plan(

@@ -136,6 +136,18 @@ def plugins_show(name: str, as_json: bool) -> None:
     _look(show_plugin, name=name, as_json=as_json)
 
 
+@plugins.command("check")
+@click.argument("target", metavar="NAME|PATH")
+@click.option("--full", is_flag=True, help="Try all models and more points of a run: minutes instead of seconds.")
+@click.option("--write", is_flag=True, help="Keep the card in the package of the plugin.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+def plugins_check(**arguments: Any) -> None:
+    """Run the conformance kit on a plugin and print what was proven; exit with 1 if something was refuted."""
+    from kernel_cli.check import check_plugin
+
+    _run(check_plugin, **arguments)
+
+
 @cli.group()
 def checkpoint() -> None:
     """Look at checkpoints, compare them, and write their weights for others."""

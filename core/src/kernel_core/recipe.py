@@ -17,6 +17,7 @@ from kernel_core.errors import ConfigError, PluginLoadError
 from kernel_core.naming import did_you_mean, normalize
 from kernel_core.registry.discovery import find, installed_plugins
 from kernel_core.registry.options import bind_options
+from kernel_core.registry.single_file import absolute, is_file, name_of
 from kernel_core.train.composer_keywords import KEYWORDS, SAVE_OPTIONS
 
 Config = dict[str, Any]
@@ -189,9 +190,20 @@ def plugin_requests(plugins: Mapping[str, Mapping[str, Any] | None]) -> list[tup
     return requests
 
 
+def with_absolute_paths(plugins: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``plugins`` section with those that are files by their absolute paths, so that any folder will do later."""
+    found = {}
+    for key, options in plugins.items():
+        plugin_id, equals, name = key.rpartition("=")
+        found[f"{plugin_id}{equals}{absolute(name)}" if is_file(name) else key] = options
+    return found
+
+
 def plugin_label(key: str) -> str:
     """Return what ``-o`` calls a plugin of the ``plugins`` section: the id of ``id=name``, else its name alone."""
     plugin_id = key.partition("=")[0]
+    if "=" not in key and is_file(key):
+        return name_of(key)
     return normalize(plugin_id if "=" in key else key.rpartition(":")[2])
 
 

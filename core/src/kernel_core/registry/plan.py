@@ -31,6 +31,7 @@ from kernel_core.registry.discovery import (
 from kernel_core.registry.hookmanager import HookAdder, HookManager, constraints_of
 from kernel_core.registry.options import to_json
 from kernel_core.registry.ordering import Edge, Node, Ordering, order_hook, order_plugins, path
+from kernel_core.registry.single_file import digest_of_class, is_file, load_file, name_of
 
 __all__ = ["ActivePlugin", "HookAdder", "Plan", "PlannedCall", "PluginRequest", "build_plan", "resolve"]
 
@@ -60,7 +61,7 @@ class ActivePlugin:
             "kind": self.kind,
             "distribution": self.distribution,
             "version": self.version,
-            "hash": _digest_of(self.distribution) if self.distribution else None,
+            "hash": _digest_of(self.distribution) if self.distribution else digest_of_class(type(self.plugin)),
             "options": to_json(self.plugin.options),
             "structural": self.plugin.structural,
             "affects_training": self.plugin.affects_training,
@@ -250,6 +251,8 @@ def _instance(request: PluginRequest, kinds: Sequence[str]) -> tuple[Plugin, Plu
             request.name = info.name
         return request, info
     name, options = (request, {}) if isinstance(request, str) else _pair(request)
+    if is_file(name):
+        return load_file(name).make(name_of(name), **options), None
     info = find(name, kinds)
     plugin: Plugin = load_class(info).make(info.name, **options)
     return plugin, info

@@ -1,6 +1,7 @@
 """Ranks that are forked from a process which has torch imported, so that starting them costs no imports.
 
-That process has never run a collective, and computes in one thread: a fork would not take others along.
+That process has never run a collective, and computes in one thread: a fork would not take others along. What a function that
+runs on such a rank changes in its process is gone with it.
 """
 
 from __future__ import annotations

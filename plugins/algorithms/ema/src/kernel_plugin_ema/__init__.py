@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from kernel_core import Algorithm, State, Time, hookimpl
 from kernel_core.errors import OptionError, TimeStringError, TrainerError
@@ -73,6 +73,11 @@ class EMA(Algorithm):
 
     roles = {"averages-weights", "swaps-weights"}
     conflicts = {"role:averages-weights"}
+    example = {"half_life": "3ba"}
+    neutral: ClassVar[
+        dict[str, Any]
+    ] = {}  # training is the same whatever the options: only evaluations see the average
+    commutes = {"gradient_clipping"}
 
     def __init__(
         self,

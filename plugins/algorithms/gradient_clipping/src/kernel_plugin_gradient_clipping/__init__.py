@@ -112,6 +112,7 @@ class GradientClipping(Algorithm):
 
     roles = {"clips-gradients"}
     after = {"role:scales-gradients"}
+    neutral = {"clipping_type": "value", "clipping_threshold": 1e30}
 
     def __init__(
         self, clipping_type: ClippingType = "norm", clipping_threshold: Annotated[float, Field(gt=0)] = 1.0

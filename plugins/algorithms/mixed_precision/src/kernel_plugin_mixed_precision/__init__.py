@@ -37,6 +37,9 @@ class MixedPrecision(Algorithm):
         Training, 2018, section 3.
     """
 
+    neutral = {"precision": "fp32"}
+    split_invariant = False  # in 16 bits the rounding of sums is large
+
     def __init__(self, precision: str | None = None) -> None:
         self.precision = precision
 

@@ -43,6 +43,8 @@ class MixUp(Algorithm):
 
     name = "mixup"  # not mix_up, as the class name would read
     roles = {"mixes-batch"}
+    neutral = {"alpha": 0.0}
+    split_invariant = False  # rows are paired within a microbatch
 
     def __init__(
         self,

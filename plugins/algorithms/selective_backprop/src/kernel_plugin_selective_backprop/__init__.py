@@ -62,6 +62,9 @@ class SelectiveBackprop(Algorithm):
     roles = {"selects-samples"}
     before = {"role:augments-batch", "role:reshapes-sequences"}
     conflicts = {"role:selects-samples"}
+    example = {"start": 0.2, "end": 1.0, "interrupt": 3}
+    neutral = {"keep": 1.0}
+    split_invariant = False  # each rank selects among its own rows
 
     def __init__(
         self,

@@ -34,6 +34,8 @@ class EarlyStopper(Callback):
             epoch, the second one in a row without a better value stops.
     """
 
+    example = {"monitor": "MulticlassAccuracy", "dataloader_label": "train"}
+
     def __init__(
         self,
         monitor: str,

@@ -155,7 +155,9 @@ class FileLogger(LoggerDestination):
         """Write what is waiting, so that it is there when the run is resumed, and return how much the file holds."""
         with contextlib.suppress(OSError):  # the next flush tries again, and says so
             self.flush()
-        num_bytes = None if self._file is None else os.fstat(self._file.fileno()).st_size
+        num_bytes = None if self._resumed is None else self._resumed["num_bytes"]
+        if self._file is not None:
+            num_bytes = os.fstat(self._file.fileno()).st_size
         return {"run_name": self._run_name, "num_bytes": num_bytes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,37 @@
+"""The roles that are documented: words for what a plugin does, by which packages that never heard of each other line up."""
+
+from __future__ import annotations
+
+ROLES: dict[str, str] = {
+    "adds-channel-attention": "put a module that weighs channels after convolutions",
+    "adds-gradient-noise": "add noise to gradients",
+    "adds-norm-layers": "put normalisation layers into the model",
+    "anti-aliases": "filter before subsampling",
+    "augments-batch": "change the inputs of a whole batch",
+    "augments-samples": "change inputs sample by sample, in the dataset",
+    "averages-weights": "keep an average of the weights",
+    "changes-memory-format": "change how tensors lie in memory",
+    "clips-gradients": "bound gradients",
+    "crops-batch": "cut inputs to a smaller size",
+    "drops-blocks": "skip parts of the model at random",
+    "factorizes-weights": "split a weight into a product",
+    "freezes-parameters": "stop training some parameters",
+    "interpolates-loss": "mix two losses instead of two targets",
+    "lowers-norm-precision": "compute normalisation in a smaller dtype",
+    "mixes-batch": "blend samples of a batch with each other",
+    "reparametrizes-weights": "compute a weight from another parameter",
+    "replaces-convs": "replace convolutions",
+    "replaces-model": "replace the whole model",
+    "replaces-modules": "replace modules",
+    "reshapes-sequences": "change the length of sequences in a batch",
+    "resizes-batch": "scale inputs to another size",
+    "saves-checkpoints": "decide when to save",
+    "scales-gradients": "multiply gradients",
+    "selects-samples": "keep some rows of a batch",
+    "sets-learning-rate": "set the learning rate besides the schedule",
+    "smooths-targets": "soften targets",
+    "swaps-weights": "put other weights in for evaluation",
+    "uploads-files": "copy files to a remote store",
+    "warms-sequence-length": "begin with short sequences",
+    "wraps-optimizer": "put an optimizer around the optimizer",
+}

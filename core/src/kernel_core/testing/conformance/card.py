@@ -1,0 +1,88 @@
+"""What was proven of a plugin: for people, and as the document that a package keeps as ``conformance.json``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kernel_core.hooks import HOOK_API
+from kernel_core.registry.single_file import is_file
+from kernel_core.testing.conformance.checks import CHECKS
+from kernel_core.testing.conformance.kit import Kit, Result
+from kernel_core.testing.conformance.subject import Subject, hooks_of
+
+FILE = "conformance.json"
+MARKS = {"proven": "✓", "refused": "-", "declared": "~", "does not apply": " ", "refuted": "✗"}
+
+
+def run_checks(kit: Kit, names: Iterable[str] | None = None) -> Iterator[Result]:
+    """Yield the result of each check, in the order of the card; those of ``names`` only, if there are some."""
+    wanted = CHECKS if names is None else {name: CHECKS[name] for name in names}
+    for check in wanted.values():
+        yield kit.perform(check)
+
+
+def card_of(subject: Subject, results: Iterable[Result]) -> dict[str, Any]:
+    """Return the card of a plugin: what it is, and what each check found."""
+    plugin = subject.plugin
+    return {
+        "plugin": subject.name,
+        "kind": plugin.kind,
+        "hook_api": HOOK_API,
+        "hooks": hooks_of(type(plugin)),
+        "options": {name: repr(value) for name, value in sorted(subject.options.items())},
+        "checks": {one.check: str(one) for one in results},
+    }
+
+
+def render(card: Mapping[str, Any]) -> str:
+    """Return a card as text."""
+    lines = [f"{card['plugin']}  ({card['kind']}, level {card['hook_api']} of the hook interface)"]
+    if card["options"]:
+        lines.append("tried with " + ", ".join(f"{name}={value}" for name, value in card["options"].items()))
+    width = max(map(len, CHECKS))
+    for name, found in card["checks"].items():
+        verdict, _, detail = found.partition(": ")
+        first, *more = detail.splitlines() or [""]
+        claim = CHECKS[name].claim if name in CHECKS else ""
+        text = (
+            f"{claim} ({first})"
+            if verdict == "proven" and first
+            else claim
+            if verdict == "proven"
+            else found.splitlines()[0]
+        )
+        lines.append(f"  {MARKS[verdict]} {name:{width}}  {text}")
+        lines += [f"    {'':{width}}  {line}" for line in more]
+    return "\n".join(lines)
+
+
+def card_path(subject: Subject) -> Path | None:
+    """Return where the package of a plugin keeps its cards; None for a plugin that is a single file."""
+    return None if is_file(subject.request) else path_in_package(type(subject.plugin))
+
+
+def path_in_package(cls: type) -> Path | None:
+    """Return where the package that defines a class keeps cards; None if it is no package."""
+    package = cls.__module__.partition(".")[0]
+    spec = importlib.util.find_spec(package)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(folders[0]) / FILE if folders else None
+
+
+def kept_card(path: Path | None, name: str) -> dict[str, Any] | None:
+    """Return the card of a plugin that its package keeps, None if it keeps none."""
+    if path is None or not path.exists():
+        return None
+    card: dict[str, Any] | None = json.loads(path.read_text()).get(name)
+    return card
+
+
+def keep_card(path: Path, card: Mapping[str, Any]) -> None:
+    """Write a card into the package of its plugin, beside those of the others there."""
+    cards = json.loads(path.read_text()) if path.exists() else {}
+    cards[card["plugin"]] = dict(card)
+    path.write_text(json.dumps(dict(sorted(cards.items())), indent=1, ensure_ascii=False) + "\n")

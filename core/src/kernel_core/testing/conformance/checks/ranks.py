@@ -1,0 +1,73 @@
+"""What holds on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kernel_core.testing.conformance.kit import SPLIT, TOLERANCE, Kit, RefusedError, RefutedError, Verdict, check
+
+WORLD_SIZE = 2
+
+
+@check("ddp", "two ranks, each with a copy of the model, train as one process does, and issue the same collectives")
+def ddp(kit: Kit) -> tuple[Verdict, str] | None:
+    """Train on two ranks."""
+    return _on_ranks(kit, "ddp")
+
+
+@check("fsdp", "two ranks that share the model out train as one process does, and issue the same collectives")
+def fsdp(kit: Kit) -> tuple[Verdict, str] | None:
+    """Train on two ranks."""
+    return _on_ranks(kit, "fsdp")
+
+
+def _on_ranks(kit: Kit, engine: str) -> tuple[Verdict, str] | None:
+    declared = kit.subject.plugin.unsupported.get(engine)
+    try:
+        found = _train(kit, engine)
+    except RefusedError as error:
+        if declared is None and not error.conflict:
+            raise
+        return "refused", declared or str(error)
+    if declared is not None:
+        raise RefutedError(f"it says that it does not support {engine}, and such a run is not refused")
+    for rank, one in enumerate(found):
+        for hook, whose in one["drawn"].items():
+            raise RefutedError(f"on rank {rank} {hook} draws from {whose} global generator")
+    if engine == "ddp" and (told := kit.differences(found[1], found[0], ("parts",))):
+        raise RefutedError(f"the ranks end with different weights: rank 1 has {told}")
+    if not kit.subject.plugin.split_invariant:
+        return "declared", "it depends on which rows a rank has; the ranks agree with each other"
+    if (distance := kit.distance(found[0], kit.train(**SPLIT))) > TOLERANCE:
+        raise RefutedError(
+            f"on two ranks a weight differs by {distance:.3g} from that of one process. Expected {TOLERANCE:g}, or "
+            "split_invariant=False"
+        )
+    return None
+
+
+def _train(kit: Kit, engine: str) -> list[dict[str, Any]]:
+    """Train; whether or not that ends, the collectives that the plugin issued must be the same on both ranks."""
+    arguments: dict[str, Any] = {"engine": engine, **SPLIT}
+    try:
+        found = kit.train_ranks(WORLD_SIZE, **arguments)
+    except RefutedError as error:
+        if told := _collectives_differ(kit.last_folder):
+            raise RefutedError(told) from error
+        raise
+    if told := _collectives_differ(found[0]["folder"]):
+        raise RefutedError(told)
+    return found
+
+
+def _collectives_differ(folder: str) -> str:
+    lines = []
+    for rank in range(WORLD_SIZE):
+        path = Path(folder) / f"collectives-{rank}"
+        lines.append(path.read_text().splitlines() if path.exists() else [])
+    for index in range(max(map(len, lines))):
+        one, other = (each[index] if index < len(each) else "nothing" for each in lines)
+        if one != other:
+            return f"the ranks issue different collectives: rank 0 {one}, rank 1 {other}"
+    return ""

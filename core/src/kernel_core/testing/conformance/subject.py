@@ -1,0 +1,80 @@
+"""The plugin that is checked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kernel_core.registry.base import Plugin
+from kernel_core.registry.discovery import find, load_class
+from kernel_core.registry.plan import ActivePlugin, resolve
+from kernel_core.registry.single_file import absolute, is_file, load_file
+from kernel_core.surgery import SURGERY_HOOKS
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A plugin, and how a run asks for it.
+
+    Attributes:
+        request: Its name, or the path of a file that holds it.
+        active: It, made with ``options``.
+        options: Those it is tried with.
+    """
+
+    request: str
+    active: ActivePlugin
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, request: str) -> Subject:
+        """Return the plugin of that name, made with its ``example``.
+
+        Raises:
+            KernelError: it is not installed, cannot be imported, or its ``example`` does not fit.
+        """
+        request = absolute(request) if is_file(request) else request
+        example = dict(class_of(request).example)
+        (active,) = resolve([(request, example)])
+        return cls(request, active, example)
+
+    @property
+    def plugin(self) -> Plugin:
+        """An instance that takes part in no run."""
+        return self.active.plugin
+
+    @property
+    def name(self) -> str:
+        """Its name, which is its id."""
+        return self.active.id
+
+    @property
+    def hooks(self) -> Sequence[str]:
+        """The hooks it answers, sorted."""
+        return hooks_of(type(self.plugin))
+
+    @property
+    def does_surgery(self) -> bool:
+        """Whether it may change the model."""
+        return bool({*SURGERY_HOOKS} & set(self.hooks))
+
+    @property
+    def watches_only(self) -> bool:
+        """Whether it says that training is the same without it."""
+        return not self.plugin.affects_training
+
+
+def class_of(request: str) -> type[Plugin]:
+    """Return the class of a plugin by its name, or by the path of the file that holds it.
+
+    Raises:
+        KernelError: there is none.
+    """
+    return load_file(request) if is_file(request) else load_class(find(request))  # type: ignore[return-value]
+
+
+def hooks_of(cls: type[Plugin]) -> list[str]:
+    """Return the names of the hooks that a plugin class answers, sorted."""
+    return sorted(name for name in dir(cls) if hasattr(inspect.getattr_static(cls, name), "kernel_impl"))
