@@ -1,0 +1,150 @@
+"""``kernel plugins check``, and plugins that are a single file, as a user types it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from kernel_cli.main import cli
+from kernel_core.registry.discovery import find
+from kernel_core.registry.single_file import absolute, is_file, name_of, split
+from kernel_core.testing.conformance.checks import CHECKS
+
+IDEA = '''
+"""An idea."""
+
+from kernel_core import Algorithm, State, hookimpl
+
+
+class Damp(Algorithm):
+    """Make gradients smaller.
+
+    Args:
+        factor: What they are multiplied by.
+    """
+
+    roles = {"scales-gradients"}
+    neutral = {"factor": 1.0}
+
+    def __init__(self, factor: float = 0.5) -> None:
+        self.factor = factor
+
+    @hookimpl
+    def after_train_batch(self, state: State) -> None:
+        for parameter in state.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.factor)
+'''
+SMALL = ("--set", "data.num_train_strips=64", "--set", "data.num_test_strips=8", "--max-duration", "2ba")
+
+
+def kernel(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def idea(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "my_idea.py"
+    path.write_text(IDEA)
+    return path
+
+
+def test_a_file_is_checked_as_a_package_is(idea: Path) -> None:
+    card = json.loads(kernel("plugins", "check", "./my_idea.py", "--json").stdout)
+    assert (card["plugin"], card["kind"], card["hooks"]) == ("my_idea", "algorithms", ["after_train_batch"])
+    assert list(card["checks"]) == list(CHECKS)
+    assert {name: found for name, found in card["checks"].items() if found.startswith("refuted")} == {}
+    assert card["checks"]["neutral"] == "proven"
+
+
+def test_what_is_refuted_ends_with_1_and_says_why(idea: Path) -> None:
+    idea.write_text(IDEA.replace("(self.factor)", "(self.factor * 0.999)"))
+    told = kernel("plugins", "check", "./my_idea.py", code=1).output
+    assert re.search(r"✗ neutral +refuted: \{'factor': 1.0\}, and training differs from that without it: losses", told)
+    assert "✓ resume" in told
+    assert re.search(r"on this machine: after_train_batch [\d.]+ us", told)
+
+
+def test_a_card_is_kept_in_a_package_only(idea: Path, tmp_path: Path) -> None:
+    message = (
+        "plugins check: ./my_idea.py is a single file. Expected a package, which keeps its card. Leave out --write."
+    )
+    assert message in kernel("plugins", "check", "./my_idea.py", "--write", code=2).output
+    (tmp_path / "empty").mkdir()
+    told = kernel("plugins", "check", "empty", code=2).output
+    assert (
+        "plugins check: empty holds no plugin that answers hooks. Expected the name of a plugin, a file ending in .py,"
+        in told
+    )
+
+
+def test_the_card_is_shown_with_the_plugin() -> None:
+    told = kernel("plugins", "show", "gradient_clipping").output
+    assert "what the conformance kit found" in told
+    assert "✓ resume" in told
+    assert (
+        json.loads(kernel("plugins", "show", "gradient_clipping", "--json").stdout)["card"]["checks"]["fsdp"]
+        == "proven"
+    )
+
+
+def test_a_run_uses_a_file_by_its_path_and_keeps_the_absolute_one(idea: Path, tmp_path: Path) -> None:
+    told = kernel(
+        "train", *SMALL, "--plugins", "./my_idea.py", "-o", "my_idea.factor=0.25", "--run-name", "one", "--json"
+    )
+    assert json.loads(told.stdout)["run_name"] == "one"
+    assert f"{idea}:" in (tmp_path / "runs" / "one" / "config.yaml").read_text()
+    plan = json.loads((tmp_path / "runs" / "one" / "plan.json").read_text())
+    (mine,) = [one for one in plan["plugins"] if one["id"] == "my_idea"]
+    assert (mine["distribution"], mine["version"], mine["options"]) == (None, None, {"factor": 0.25})
+    assert len(mine["hash"]) == 64
+    idea.write_text(IDEA + "\n# another\n")
+    again = json.loads(kernel("plan", "--plugins", "./my_idea.py", "--json").stdout)
+    (changed,) = [one for one in again["plugins"] if one["id"] == "my_idea"]
+    assert changed["hash"] != mine["hash"]
+
+
+def test_a_file_is_shown() -> None:
+    path = Path(__file__).parent.parent.parent / "core" / "tests" / "faulty" / "faulty.py"
+    told = kernel("plugins", "show", f"{path}:IsNotNeutral").output
+    assert "is_not_neutral  (algorithms, a file)" in told
+    assert "factor" in told
+
+
+@pytest.mark.parametrize(
+    ("content", "request_", "message"),
+    [
+        (None, "./none.py", "none.py: there is no such file. Expected a Python file with a plugin class."),
+        ("x = 1\n", "./my_idea.py", "it has no plugin class. Expected one class that is an Algorithm, a Callback"),
+        (IDEA + "\n\nclass Other(Damp):\n    pass\n", "./my_idea.py", "my_idea.py:Damp."),
+        (
+            IDEA,
+            "./my_idea.py:Dam",
+            "there is no plugin class Dam in it. Did you mean 'Damp'? It has the plugin classes Damp.",
+        ),
+        (
+            "import nowhere_at_all\n",
+            "./my_idea.py",
+            "importing it failed: ModuleNotFoundError: No module named 'nowhere_at_all'",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(idea: Path, content: str | None, request_: str, message: str) -> None:
+    if content is not None:
+        idea.write_text(content)
+    assert message in kernel("plan", "--plugins", request_, code=2).output
+
+
+def test_names_of_files_and_of_plugins_are_told_apart(tmp_path: Path) -> None:
+    assert not is_file("mixup")
+    assert not is_file("kernel-plugin-mixup:mixup")
+    assert is_file("./a.py")
+    assert is_file("/x/a.py:Cls")
+    assert split("/x/a.py:Cls") == ("/x/a.py", "Cls")
+    assert (name_of("./my-idea.py"), name_of("./my-idea.py:TwoWords")) == ("my_idea", "two_words")
+    assert absolute("/x/../y/a.py:Cls") == "/y/a.py:Cls"
+    assert find("mixup").name == "mixup"
