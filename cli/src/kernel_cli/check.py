@@ -22,13 +22,12 @@ def check_plugin(target: str, full: bool, write: bool, as_json: bool) -> Result:
 
 
 def _check(name: str, full: bool, write: bool, as_json: bool) -> dict[str, Any]:
-    from kernel_core.testing.conformance.card import card_of, card_path, keep_card, render
-    from kernel_core.testing.conformance.checks import CHECKS
+    from kernel_core.testing.conformance.card import card_of, card_path, keep_card, render, subject_of
     from kernel_core.testing.conformance.checks.leaving import cost
     from kernel_core.testing.conformance.kit import Kit, RefutedError
     from kernel_core.testing.conformance.subject import Subject
 
-    subject = Subject.of(name)
+    subject = subject_of(name)
     kit, results = Kit(subject, full), []
     path = card_path(subject)
     if write and path is None:
@@ -36,7 +35,7 @@ def _check(name: str, full: bool, write: bool, as_json: bool) -> dict[str, Any]:
             f"plugins check: {name} is a single file. Expected a package, which keeps its card. Leave out --write."
         )
     try:
-        for check in CHECKS.values():
+        for check in kit.checks.values():
             if sys.stderr.isatty():
                 click.echo(f"\r{subject.name}: {check.name:20}\r", nl=False, err=True)
             results.append(kit.perform(check))
@@ -44,7 +43,7 @@ def _check(name: str, full: bool, write: bool, as_json: bool) -> dict[str, Any]:
         if not as_json:
             click.echo(render(card))
             try:
-                times = cost(kit)
+                times = cost(kit) if isinstance(subject, Subject) else {}
             except RefutedError:
                 times = {}
             if times:

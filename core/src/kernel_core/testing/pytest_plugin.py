@@ -31,9 +31,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError(
             f"{metafunc.function.__name__}: mark it with @pytest.mark.conformance('<name of the plugin>')."
         )
-    from kernel_core.testing.conformance.checks import CHECKS
-
-    cases = [(marker.args[0], check) for check in (*CHECKS, CARD)]
+    name = marker.args[0]
+    cases = [(name, check) for check in (*_kit(name).checks, CARD)]
     metafunc.parametrize("conformance_check", cases, indirect=True, ids=[check for _, check in cases])
 
 
@@ -46,15 +45,14 @@ def conformance_check(request: pytest.FixtureRequest) -> Callable[[], None]:
 
 def _perform(plugin: str, check: str) -> None:
     from kernel_core.testing.conformance.card import card_path, kept_card
-    from kernel_core.testing.conformance.checks import CHECKS
 
-    kit = _kit(plugin)
-    card = kept_card(card_path(kit.subject), kit.subject.name)
+    kit, subject = _kit(plugin), _subject(plugin)
+    card = kept_card(card_path(subject), subject.name)
     renew = f"Run `kernel plugins check {plugin} --write`"
     if check == CARD:
-        _check_card(kit, card, renew)
+        _check_card(plugin, card, renew)
         return
-    result = kit.perform(CHECKS[check])
+    result = kit.perform(kit.checks[check])
     assert result.verdict != "refuted", f"{check}: {result.detail}"
     if card is not None:
         kept = card["checks"].get(check)
@@ -63,22 +61,27 @@ def _perform(plugin: str, check: str) -> None:
         )
 
 
-def _check_card(kit: Any, card: Any, renew: str) -> None:
+def _check_card(plugin: str, card: Any, renew: str) -> None:
     """The rest of the card must be that of the plugin as it is."""
     from kernel_core.testing.conformance.card import card_of
-    from kernel_core.testing.conformance.checks import CHECKS
 
     assert card is not None, f"the package keeps no card. {renew}."
-    fresh = card_of(kit.subject, [])
+    fresh = card_of(_subject(plugin), [])
     assert {**card, "checks": {}} == fresh, f"the card in the package is of another state of the plugin. {renew}."
-    assert list(card["checks"]) == list(CHECKS), f"the card in the package has other checks than the kit. {renew}."
+    assert list(card["checks"]) == list(_kit(plugin).checks), f"the card in the package has other checks. {renew}."
+
+
+@functools.cache
+def _subject(plugin: str) -> Any:
+    from kernel_core.testing.conformance.card import subject_of
+
+    return subject_of(plugin)
 
 
 @functools.cache
 def _kit(plugin: str) -> Any:
     from kernel_core.testing.conformance.kit import Kit
-    from kernel_core.testing.conformance.subject import Subject
 
-    kit = Kit(Subject.of(plugin))
+    kit = Kit(_subject(plugin))
     atexit.register(kit.close)
     return kit

@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kernel_core.hooks import HOOK_API
+from kernel_core.naming import normalize
+from kernel_core.registry.discovery import installed_plugins
 from kernel_core.registry.single_file import is_file
-from kernel_core.testing.conformance.checks import CHECKS
-from kernel_core.testing.conformance.kit import Kit, Result
-from kernel_core.testing.conformance.subject import Subject, hooks_of
+from kernel_core.testing.conformance.checks import CHECKS, ENGINE_CHECKS
+from kernel_core.testing.conformance.kit import Result
+from kernel_core.testing.conformance.subject import EngineSubject, Subject
 
 FILE = "conformance.json"
 MARKS = {"proven": "✓", "refused": "-", "declared": "~", "does not apply": " ", "refuted": "✗"}
 
 
-def run_checks(kit: Kit, names: Iterable[str] | None = None) -> Iterator[Result]:
-    """Yield the result of each check, in the order of the card; those of ``names`` only, if there are some."""
-    wanted = CHECKS if names is None else {name: CHECKS[name] for name in names}
-    for check in wanted.values():
-        yield kit.perform(check)
+def subject_of(name: str) -> Subject | EngineSubject:
+    """Return the plugin that answers hooks, or the engine, of that name.
+
+    Raises:
+        KernelError: there is none, or it cannot be used.
+    """
+    kinds = {info.kind for info in installed_plugins() if info.name == normalize(name)}
+    return EngineSubject.of(name) if kinds == {"parallelism"} or name.startswith("parallelism/") else Subject.of(name)
 
 
-def card_of(subject: Subject, results: Iterable[Result]) -> dict[str, Any]:
+def card_of(subject: Subject | EngineSubject, results: Iterable[Result]) -> dict[str, Any]:
     """Return the card of a plugin: what it is, and what each check found."""
-    plugin = subject.plugin
     return {
         "plugin": subject.name,
-        "kind": plugin.kind,
+        "kind": subject.kind,
         "hook_api": HOOK_API,
-        "hooks": hooks_of(type(plugin)),
+        "hooks": list(subject.hooks),
         "options": {name: repr(value) for name, value in sorted(subject.options.items())},
         "checks": {one.check: str(one) for one in results},
     }
@@ -43,11 +47,12 @@ def render(card: Mapping[str, Any]) -> str:
     lines = [f"{card['plugin']}  ({card['kind']}, level {card['hook_api']} of the hook interface)"]
     if card["options"]:
         lines.append("tried with " + ", ".join(f"{name}={value}" for name, value in card["options"].items()))
-    width = max(map(len, CHECKS))
+    known = {**CHECKS, **ENGINE_CHECKS}
+    width = max(map(len, known))
     for name, found in card["checks"].items():
         verdict, _, detail = found.partition(": ")
         first, *more = detail.splitlines() or [""]
-        claim = CHECKS[name].claim if name in CHECKS else ""
+        claim = known[name].claim if name in known else ""
         text = (
             f"{claim} ({first})"
             if verdict == "proven" and first
@@ -60,8 +65,10 @@ def render(card: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def card_path(subject: Subject) -> Path | None:
+def card_path(subject: Subject | EngineSubject) -> Path | None:
     """Return where the package of a plugin keeps its cards; None for a plugin that is a single file."""
+    if isinstance(subject, EngineSubject):
+        return path_in_package(subject.cls)
     return None if is_file(subject.request) else path_in_package(type(subject.plugin))
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from kernel_core.testing.conformance import runs
 from kernel_core.testing.conformance.cases import CASES
-from kernel_core.testing.conformance.subject import Subject
+from kernel_core.testing.conformance.subject import EngineSubject, Subject
 from kernel_core.testing.forked import Ended, server_of
 
 Verdict = Literal["proven", "refused", "declared", "does not apply", "refuted"]
@@ -68,15 +68,18 @@ class Check:
     function: Callable[[Kit], tuple[Verdict, str] | None]
 
 
-CHECKS: dict[str, Check] = {}
+CHECKS: dict[str, Check] = {}  # of plugins that answer hooks
+ENGINE_CHECKS: dict[str, Check] = {}
 
 
-def check(name: str, claim: str) -> Callable[[Callable[[Kit], tuple[Verdict, str] | None]], Check]:
+def check(
+    name: str, claim: str, suite: dict[str, Check] = CHECKS
+) -> Callable[[Callable[[Kit], tuple[Verdict, str] | None]], Check]:
     """Register a check under ``name``; ``claim`` says what holds when it is proven. A function that returns None proves it."""
 
     def register(function: Callable[[Kit], tuple[Verdict, str] | None]) -> Check:
-        CHECKS[name] = Check(name, claim, function)
-        return CHECKS[name]
+        suite[name] = Check(name, claim, function)
+        return suite[name]
 
     return register
 
@@ -85,15 +88,32 @@ class Kit:
     """Starts runs with a plugin, each once.
 
     Args:
-        subject: The plugin.
+        subject: The plugin, or an engine.
         full: Whether to try all models and more points, which takes minutes instead of seconds.
     """
 
-    def __init__(self, subject: Subject, full: bool = False) -> None:
-        self.subject, self.full = subject, full
+    def __init__(self, subject: Subject | EngineSubject, full: bool = False) -> None:
+        self._subject, self.full = subject, full
         self._folder = tempfile.TemporaryDirectory(prefix="conformance-")
         self._done: dict[str, list[dict[str, Any]]] = {}
         self.last_folder = ""
+
+    @property
+    def checks(self) -> dict[str, Check]:
+        """The checks of a plugin of its kind."""
+        return CHECKS if isinstance(self._subject, Subject) else ENGINE_CHECKS
+
+    @property
+    def subject(self) -> Subject:
+        """The plugin that answers hooks."""
+        assert isinstance(self._subject, Subject)
+        return self._subject
+
+    @property
+    def engine(self) -> EngineSubject:
+        """The engine."""
+        assert isinstance(self._subject, EngineSubject)
+        return self._subject
 
     def close(self) -> None:
         """Delete the files of the runs."""
@@ -151,11 +171,12 @@ class Kit:
             RefutedError: it did not end, or failed.
             RefusedError: it was refused.
         """
-        subject = self.subject
         if "case" not in arguments:
             arguments["case"] = self.case
-        arguments["request"] = subject.request if plugin else None
-        arguments["options"] = dict(subject.options if options is None else options) if plugin else None
+        arguments |= {"request": None, "options": None}
+        if plugin:
+            given = self.subject.options if options is None else options
+            arguments |= {"request": self.subject.request, "options": dict(given)}
         key = json.dumps([world_size, again, arguments], sort_keys=True)
         if key not in self._done:
             folder = str(Path(self._folder.name) / f"run-{len(self._done)}")

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Subset
 from kernel_core.checkpoint.request import SaveRequest
 from kernel_core.errors import ConflictError, KernelError
 from kernel_core.hooks import hookimpl
-from kernel_core.registry.base import Callback
+from kernel_core.registry.base import Algorithm, Callback
 from kernel_core.registry.discovery import installed_plugins
 from kernel_core.registry.plan import invoke, resolve
 from kernel_core.registry.single_file import is_file, load_file
@@ -58,6 +58,22 @@ class Saves(Callback):
             return None
         self.kept[str(batch)] = exact(_plugin_state(state, self.plugin_id))
         return SaveRequest(self.folder, str(batch), latest=None)
+
+
+class Norms(Algorithm):
+    """Notes the norm of the gradients over all ranks, as a plugin that clips them would look at it."""
+
+    after = {"role:scales-gradients"}
+    affects_training = False
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    @hookimpl
+    def after_train_batch(self, state: State) -> None:
+        """Ask the engine."""
+        gradients = [one.grad for one in state.model.parameters() if one.grad is not None]
+        self.norms.append(float(state.engine.total_norm(gradients)))
 
 
 class Stops(Callback):
@@ -119,6 +135,7 @@ def train(
     split_to: int | None = None,
     out_of_memory_at: int | None = None,
     numbers: bool = False,
+    norms: bool = False,
     generators: bool = True,
     init: int = 0,
     epochs: int = EPOCHS,
@@ -131,7 +148,7 @@ def train(
         folder: Where files go; the working directory of the run.
         case: The model.
         dtype, dropout, across_rows: Of the model.
-        optimizer: ``adamw`` or ``sgd``, with momentum.
+        optimizer: ``adamw``, ``sgd``, with momentum, or ``lbfgs``, which evaluates several times in a step.
         micro: Rows in a microbatch, ``"auto"``.
         engine: How several ranks train.
         evaluate: Whether to evaluate after each epoch.
@@ -142,6 +159,7 @@ def train(
         split_at, split_to: The batch after which batches are split, and into how many rows each.
         out_of_memory_at: The batch in which memory runs out, once.
         numbers: Write the weights to ``weights-<rank>.safetensors``.
+        norms: Note the norms of gradients.
         generators: Whether to watch the global generators.
         init: Decides the weights to begin with.
         epochs: How long.
@@ -168,7 +186,9 @@ def _train(request: str | None, options: Mapping[str, Any] | None, folder: str, 
     if world_size > 1:
         watch.write_collectives()
     full = None if case["out_of_memory_at"] is None else Full(case["out_of_memory_at"])
-    made: Any = {"adamw": _adamw, "sgd": _sgd}[case["optimizer"]]
+    made: Any = {"adamw": _adamw, "sgd": _sgd, "lbfgs": _lbfgs}[case["optimizer"]]
+    norms = Norms()
+    asked += [norms] if case["norms"] else []
     saves = Saves(folder, list(case["save_at"]), name)
     trainer = Trainer(
         model=model,
@@ -177,7 +197,7 @@ def _train(request: str | None, options: Mapping[str, Any] | None, folder: str, 
         max_duration=f"{case['epochs']}ep",
         optimizers=made,
         plugins=[*asked, watch, saves, Stops(case["stop_at"], case["split_at"], case["split_to"])],
-        parallelism=engine if world_size > 1 else None,
+        parallelism=engine,
         device_train_microbatch_size=case["micro"],
         load_path=case["load"],
         seed=7 if case["load"] is None else None,
@@ -198,11 +218,16 @@ def _train(request: str | None, options: Mapping[str, Any] | None, folder: str, 
             **_noted(trainer, watch, name, folder if case["numbers"] else None),
             "loaded": loaded,
             "kept": saves.kept,
+            "norms": norms.norms,
         }
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def _lbfgs(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
 
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

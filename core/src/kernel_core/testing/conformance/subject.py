@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from kernel_core.engine import Engine
+from kernel_core.errors import PluginLoadError
 from kernel_core.registry.base import Plugin
 from kernel_core.registry.discovery import find, load_class
 from kernel_core.registry.plan import ActivePlugin, resolve
@@ -51,6 +53,11 @@ class Subject:
         return self.active.id
 
     @property
+    def kind(self) -> str:
+        """The word of its entry-point group."""
+        return self.active.kind
+
+    @property
     def hooks(self) -> Sequence[str]:
         """The hooks it answers, sorted."""
         return hooks_of(type(self.plugin))
@@ -64,6 +71,45 @@ class Subject:
     def watches_only(self) -> bool:
         """Whether it says that training is the same without it."""
         return not self.plugin.affects_training
+
+
+@dataclass(frozen=True)
+class EngineSubject:
+    """An engine for several ranks.
+
+    Attributes:
+        name: Its name.
+        cls: Its class.
+    """
+
+    name: str
+    cls: type[Engine]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "parallelism"
+    hooks: Sequence[str] = ()
+
+    @property
+    def world_size(self) -> int:
+        """On how many ranks it is tried."""
+        from kernel_core.distributed.engine import DistributedEngine  # half a second of imports
+
+        return 2 if issubclass(self.cls, DistributedEngine) else 1
+
+    @classmethod
+    def of(cls, name: str) -> EngineSubject:
+        """Return the engine of that name.
+
+        Raises:
+            KernelError: it is not installed, cannot be imported, or is no engine.
+        """
+        info = find(name, ("parallelism",))
+        loaded = info.load()
+        if not (isinstance(loaded, type) and issubclass(loaded, Engine)):
+            raise PluginLoadError(
+                f"{info.name}: {info.value} of {info.distribution} is no kernel_core.Engine. The conformance kit has checks for "
+                "engines, and for plugins that answer hooks."
+            )
+        return cls(info.name, loaded)
 
 
 def class_of(request: str) -> type[Plugin]:
