@@ -12,7 +12,7 @@ import pytest
 import torch
 from kernel_core import Algorithm, Callback, State, Trainer, hookimpl
 from kernel_core.checkpoint.per_rank import PerRank, value_for
-from kernel_core.checkpoint.plans import Difference, check_plan, differences, structural_plugins
+from kernel_core.checkpoint.plans import check_plan, structural_plugins
 from kernel_core.checkpoint.request import SaveRequest
 from kernel_core.errors import (
     CheckpointMismatchError,
@@ -24,6 +24,7 @@ from kernel_core.errors import (
     UnsavableError,
 )
 from kernel_core.models import Classifier
+from kernel_core.registry.lock import Difference, differences
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

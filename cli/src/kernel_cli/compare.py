@@ -11,9 +11,9 @@ import torch
 from kernel_core.checkpoint.contents import read_lock
 from kernel_core.checkpoint.export import Weights, export_file, export_folder
 from kernel_core.checkpoint.locate import Found
-from kernel_core.checkpoint.plans import differences
 from kernel_core.checkpoint.reader import StoredTensor
 from kernel_core.errors import ConfigError
+from kernel_core.registry.lock import differences
 
 from kernel_cli.checkpoint import clean, plain
 from kernel_cli.output import columns

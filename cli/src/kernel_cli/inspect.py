@@ -99,16 +99,9 @@ def show_plan(
     source: str | None, plugins: str, options: Iterable[str], settings: Iterable[str], as_json: bool
 ) -> dict[str, Any]:
     """Resolve and order the plugins of a run without building its model."""
-    from kernel_core.recipe import plugin_requests
-    from kernel_core.registry.plan import build_plan, resolve
-    from kernel_core.train.arguments import with_defaults
+    from kernel_cli.lock import plan_of_arguments
 
-    from kernel_cli.config import apply_arguments, complete, load_source
-
-    config = complete(apply_arguments(load_source(source).config, plugins, options, settings, {}))
-    active = resolve(plugin_requests(config["plugins"]))
-    bar = config["logging"].get("progress_bar", True)
-    plan = build_plan(with_defaults(active, ["progress_bar"] if bar else []))
+    plan = plan_of_arguments(source, plugins, options, settings)
     if not as_json:
         click.echo(plan.explain())
         click.echo(f"\nplan digest {plan.digest}")

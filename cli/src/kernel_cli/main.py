@@ -54,6 +54,8 @@ def cli() -> None:
     "--autoresume", is_flag=True, help="Go on with the run of that name if it has a checkpoint, else begin it."
 )
 @click.option("--no-checkpoints", is_flag=True, help="Save no checkpoints.")
+@click.option("--locked", is_flag=True, help="Refuse a run whose plugins are not those of the lock, to the last file.")
+@click.option("--lock", metavar="FILE", help="The lock for --locked, if it is not the kernel.lock of this folder.")
 @click.option("--dry-run", is_flag=True, help="Print plan and surgery report and train nothing.")
 @click.option("--strict", is_flag=True, help="Make warnings about plan and surgery errors.")
 @job_options
@@ -103,13 +105,38 @@ def _launch(command: tuple[str, ...], mode: str, as_json: bool = False, **option
     sys.exit(code)
 
 
-@cli.command()
-@plan_arguments
-def plan(**arguments: Any) -> None:
-    """Show which plugin runs at which event, in what order, and why."""
-    from kernel_cli.inspect import show_plan
+class PlanGroup(click.Group):
+    """A command that takes a recipe or a configuration, and has subcommands beside: whatever is none of them is the former."""
 
-    _look(show_plan, **arguments)
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the first argument for the source, unless it is a subcommand."""
+        if args and args[0] in self.commands:
+            self.params = []
+        else:
+            ctx.allow_interspersed_args = True
+        return super().parse_args(ctx, args)
+
+
+@cli.group(cls=PlanGroup, invoke_without_command=True)
+@plan_arguments
+@click.pass_context
+def plan(context: click.Context, /, **arguments: Any) -> None:
+    """Show which plugin runs at which event, in what order, and why. `kernel plan diff A B` compares two plans."""
+    if context.invoked_subcommand is None:
+        from kernel_cli.inspect import show_plan
+
+        _look(show_plan, **arguments)
+
+
+@plan.command("diff")
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+def plan_diff(**arguments: Any) -> None:
+    """Say in words what the plans of two runs, checkpoints or locks differ in; exit with 1 if they do."""
+    from kernel_cli.lock import diff_plans
+
+    _look(diff_plans, **arguments)
 
 
 @cli.group()
@@ -134,6 +161,26 @@ def plugins_show(name: str, as_json: bool) -> None:
     from kernel_cli.inspect import show_plugin
 
     _look(show_plugin, name=name, as_json=as_json)
+
+
+@plugins.command("lock")
+@plan_arguments
+@click.option("--output", default="kernel.lock", show_default=True, metavar="FILE", help="Where to write it.")
+def plugins_lock(**arguments: Any) -> None:
+    """Write down the plugins of a run, their versions, files, options and order; `kernel train --locked` allows no others."""
+    from kernel_cli.lock import write_plugin_lock
+
+    _run(write_plugin_lock, **arguments)
+
+
+@plugins.command("from-checkpoint")
+@click.argument("path", metavar="CHECKPOINT|RUN")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+def plugins_from_checkpoint(**arguments: Any) -> None:
+    """Print what to install to recreate the run that saved a checkpoint, in the form that `pip install -r` reads."""
+    from kernel_cli.lock import requirements_of_checkpoint
+
+    _look(requirements_of_checkpoint, **arguments)
 
 
 @plugins.command("check")

@@ -15,6 +15,7 @@ from kernel_core.errors import ConfigError, Interrupted, KernelError, OrderError
 from kernel_core.recipe import build_trainer
 
 from kernel_cli.config import complete, source_of, write_yaml
+from kernel_cli.lock import check_config, lock_file
 from kernel_cli.output import columns, kernel_log
 from kernel_cli.runs import checkpoint_folder
 from kernel_cli.start import Request, Start, decide
@@ -39,6 +40,8 @@ def train(
     resume: str | None,
     autoresume: bool,
     no_checkpoints: bool,
+    locked: bool,
+    lock: str | None,
     dry_run: bool,
     strict: bool,
     job: Sequence[str] = (),
@@ -80,6 +83,10 @@ def train(
             f"run_name: {folder} holds a run already. Choose another name, remove the folder, or go on with it: "
             f"kernel train --resume {folder}."
         )
+    if locked or lock is not None:
+        check_config(lock_file(source, lock), config)
+        if start.loading:  # a checkpoint that other plugins have saved is refused too
+            config = {**config, "checkpoint": {**config["checkpoint"], "load_locked": True}}
     trainer = build_trainer(
         config,
         origin.recipe.functions,

@@ -44,6 +44,10 @@ class ConflictError(KernelError):
     """Two plugins that exclude each other were asked for together, or one of them cannot work in this run."""
 
 
+class PlanError(KernelError, ValueError):
+    """A plan that was written down cannot be read, or is another than that of this run."""
+
+
 class SurgeryError(KernelError, ValueError):
     """A change to the model is impossible or would break it."""
 

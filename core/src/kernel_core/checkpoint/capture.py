@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
-from importlib_metadata import version
+from importlib_metadata import PackageNotFoundError, version
 from torch import Tensor
 
 from kernel_core.checkpoint.codec import encode
@@ -211,9 +211,17 @@ def _lock(state: State, parts: RunParts) -> dict[str, Any]:
             "platform": sys.platform,
             "torch": str(torch.__version__),
             "kernel-core": version("kernel-core"),
+            **_installed_version("kernel-cli"),
         },
         "config": parts.config,
     }
+
+
+def _installed_version(distribution: str) -> dict[str, str]:
+    try:
+        return {distribution: version(distribution)}
+    except PackageNotFoundError:
+        return {}
 
 
 def _export_form(model: Any) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from kernel_core.checkpoint.capture import Ignore, RunParts
 from kernel_core.checkpoint.failures import Failures
 from kernel_core.checkpoint.foreign import is_foreign
 from kernel_core.checkpoint.loading import Opened, load_foreign, open_checkpoint, open_newest
-from kernel_core.checkpoint.plans import check_plan, differences, in_saved_order, structural_plugins
+from kernel_core.checkpoint.plans import check_plan, in_saved_order, structural_plugins
 from kernel_core.checkpoint.request import SaveRequest
 from kernel_core.checkpoint.restore import Restored, load_state, load_weights, put_back_randomness
 from kernel_core.checkpoint.saving import Saves
@@ -20,6 +20,7 @@ from kernel_core.data.position import capture_position, restore_position
 from kernel_core.data.spec import DataSpec
 from kernel_core.errors import CheckpointMismatchError, DataError, KernelError, TrainerError
 from kernel_core.logger import Logger
+from kernel_core.registry.lock import differences
 from kernel_core.registry.plan import ActivePlugin, Plan, build_plan
 from kernel_core.timing import Timestamp, TimeUnit
 from kernel_core.train.arguments import fresh_run_name
