@@ -304,6 +304,9 @@ def describe_hooks() -> list[dict[str, Any]]:
                 "order": spec.order,
                 "bands": list(spec.bands),
                 "closes": spec.closes,
+                "since": spec.since,
+                "deprecated": spec.deprecated,
+                "replaced_by": spec.replaced_by,
                 "documentation": inspect.getdoc(function) or "",
             }
         )

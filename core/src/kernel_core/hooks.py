@@ -7,7 +7,8 @@ said about it, it is ignored). ``order`` is the direction in which the plugins o
 * ``forward``: the order of the plan. Algorithms, then callbacks, then loggers.
 * ``reverse``: the same order backwards inside each band, so that what was done last is undone first.
 
-``closes`` names the hook that opens the pair which this one ends.
+``closes`` names the hook that opens the pair which this one ends. ``since``, ``deprecated`` and ``replaced_by`` speak of levels
+of the hook interface, ``HOOK_API``: docs/hook-api.md has the policy.
 
 What ``state`` holds: from ``fit_start`` on the dataloader, its length and ``max_duration``; ``state.batch`` is the whole
 batch of this rank, as the loader gave it (perhaps on its way to an accelerator already), outside ``before_forward`` …
@@ -49,11 +50,27 @@ _pluggy_impl = pluggy.HookimplMarker(PROJECT)
 
 @dataclass(frozen=True)
 class HookSpec:
-    """What the kernel knows about a hook besides its arguments."""
+    """What the kernel knows about a hook besides its arguments.
+
+    Attributes:
+        order: The direction in which the plugins of a band run.
+        closes: The hook that opens the pair which this one ends.
+        bands: The order of the bands.
+        since: The level of the hook interface that brought it.
+        deprecated: The level from which on it should no longer be answered; it still fires.
+        replaced_by: What to answer instead.
+    """
 
     order: Literal["forward", "reverse"] = "forward"
     closes: str | None = None
     bands: tuple[Band, ...] = BANDS
+    since: int = 1
+    deprecated: int | None = None
+    replaced_by: str | None = None
+
+
+class HookDeprecationWarning(FutureWarning):
+    """A plugin answers a hook that will go."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +82,23 @@ class HookConstraints:
 
 
 def hookspec(
-    *, order: Literal["forward", "reverse"] = "forward", closes: str | None = None, bands: tuple[Band, ...] = BANDS
+    *,
+    order: Literal["forward", "reverse"] = "forward",
+    closes: str | None = None,
+    bands: tuple[Band, ...] = BANDS,
+    since: int = 1,
+    deprecated: int | None = None,
+    replaced_by: str | None = None,
 ) -> Callable[[F], F]:
-    """Mark a function as a hookspec. Plugins that define hooks of their own use it too."""
+    """Mark a function as a hookspec. Plugins that define hooks of their own use it too.
+
+    Args:
+        order, closes, bands, since, deprecated, replaced_by: Those of ``HookSpec``.
+    """
 
     def mark(function: F) -> F:
-        function.kernel_hook = HookSpec(order, closes, bands)  # type: ignore[attr-defined]
+        spec = HookSpec(order, closes, bands, since, deprecated, replaced_by)
+        function.kernel_hook = spec  # type: ignore[attr-defined]
         return _pluggy_spec(function)
 
     return mark

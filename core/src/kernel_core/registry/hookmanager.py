@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,11 +11,12 @@ import pluggy
 
 from kernel_core import hooks
 from kernel_core.errors import HookError
-from kernel_core.hooks import HookConstraints, HookSpec
+from kernel_core.hooks import HookConstraints, HookDeprecationWarning, HookSpec
 from kernel_core.naming import did_you_mean
 from kernel_core.registry.base import Plugin
 
 _IMPL = f"{hooks.PROJECT}_impl"
+KERNEL = "kernel"  # who owns the hooks of hooks.py
 HOOK_NAMES = frozenset(name for name, function in vars(hooks).items() if hasattr(function, "kernel_hook"))
 
 
@@ -43,7 +45,7 @@ class HookManager(pluggy.PluginManager):
         self.spec_owners: dict[str, str] = {}
         self._added: set[int] = set()
         self._active: dict[int, set[str] | None] = {}
-        self.add_specs(hooks, "kernel")
+        self.add_specs(hooks, KERNEL)
 
     def add_specs(self, namespace: Any, owner: str) -> None:
         """Add the functions of ``namespace`` that carry ``hookspec``."""
@@ -116,6 +118,34 @@ class HookManager(pluggy.PluginManager):
                 raise HookError(
                     f"{plugin.name}.active_hooks: names {name!r}, which the plugin does not answer."
                     f"{did_you_mean(name, answered)} It answers {', '.join(sorted(answered))}."
+                )
+
+    def check_levels(self, plugin: Plugin, owner: str) -> None:
+        """Refuse hooks that are newer than what ``plugin`` says it was written for, and warn of those that will go.
+
+        Args:
+            plugin: The plugin.
+            owner: Its name, with distribution and version.
+
+        Raises:
+            HookError: it answers a hook of the kernel of a later level.
+        """
+        active = self._active_hooks(plugin)
+        for name, function in _public_functions(plugin):
+            spec = self.specs.get(name)
+            if spec is None or not hasattr(function, _IMPL) or (active is not None and name not in active):
+                continue
+            if self.spec_owners[name] == KERNEL and spec.since > plugin.hook_api:
+                raise HookError(
+                    f"{plugin.name}.{name}: is a hook of level {spec.since}, and the plugin says that it was written for level "
+                    f"{plugin.hook_api}. Set hook_api = {spec.since} in the class."
+                )
+            if spec.deprecated is not None:
+                instead = f" Answer {spec.replaced_by} instead." if spec.replaced_by else ""
+                warnings.warn(
+                    f"{owner}: answers the hook {name}, which is deprecated from level {spec.deprecated} of the hook interface "
+                    f"on.{instead} It still works.",
+                    HookDeprecationWarning,
                 )
 
     def _check_arguments(self, where: str, name: str, function: Any) -> None:

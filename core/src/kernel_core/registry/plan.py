@@ -288,6 +288,8 @@ def build_plan(active: Sequence[ActivePlugin]) -> Plan:
         manager.add_plugin_hooks(one.plugin, one.id)
     for one in active:
         manager.check_plugin(one.plugin)
+        owner = f" ({one.distribution} {one.version})" if one.distribution else ""
+        manager.check_levels(one.plugin, f"{one.id}{owner}")
     ordering = order_plugins([_node(one, position) for position, one in enumerate(active)])
     for one in active:
         manager.register(one.plugin, name=one.id)
