@@ -163,6 +163,21 @@ def plugins_show(name: str, as_json: bool) -> None:
     _look(show_plugin, name=name, as_json=as_json)
 
 
+@plugins.command("new")
+@click.argument("name")
+@click.option(
+    "--kind", required=True, metavar="KIND", help="algorithm, callback, logger, parallelism, storage, model, ..."
+)
+@click.option("--out", metavar="FOLDER", help="Where to; the default is a folder named like the distribution.")
+@click.option("--distribution", metavar="NAME", help="What pip calls it; the default is kernel-plugin-NAME.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+def plugins_new(**arguments: Any) -> None:
+    """Write a complete package for a plugin: module, tests, README and a workflow that publishes it."""
+    from kernel_cli.scaffold import new_plugin
+
+    _run(new_plugin, **arguments)
+
+
 @plugins.command("lock")
 @plan_arguments
 @click.option("--output", default="kernel.lock", show_default=True, metavar="FILE", help="Where to write it.")
