@@ -43,7 +43,7 @@ def edit(module: Path) -> None:
     text = module.read_text().replace(INIT, INIT + STATE)
     text = text.replace("is not None), self.factor)", "is not None), self.factor**self.num_batches)")
     text = text.replace("import Iterable\n", "import Iterable, Mapping\n")
-    assert text.count("num_batches") == 6
+    assert text.count("num_batches") == 7
     module.write_text(text)
 
 

@@ -53,6 +53,7 @@ FAULTS = [
     ("LeavesAFile", "teardown", "left.txt is new"),
     ("ChangesTheDtype", "teardown", "torch's default dtype is another"),
     ("ClosesOnce", "teardown", "closing it twice fails: IndexError"),
+    ("TakesNumbersOnly", "logs", "log_table fails: TypeError"),
     ("DoesNotCommute", "commutes", "commutes with gradient_clipping, and the order makes a difference of"),
 ]
 

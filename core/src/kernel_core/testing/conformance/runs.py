@@ -349,6 +349,30 @@ def leave(request: str, options: Mapping[str, Any], folder: str, case: str, does
     return {"left": found, "left_again": [one for one in again if one not in found]}
 
 
+def log_everything(request: str, options: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Hand a logger all that may be logged, and close it; return the error if there was one."""
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    metrics = {"whole": 3, "number": 0.5, "tensor": torch.tensor(2.0), "half": torch.tensor(1.5, dtype=torch.bfloat16)}
+    metrics |= {"nan": float("nan"), "inf": torch.tensor(float("inf")), "a/b/c": 1}
+    given: Any = (request, dict(options))
+    with Trainer(model=CASES["mlp"].make(0.0, True), plugins=[given], progress_bar=False, device="cpu") as trainer:
+        (one,) = [active.plugin for active in trainer.plan.plugins if active.kind == "loggers"]
+        logger: Any = one
+        for name, arguments in (
+            ("log_hyperparameters", ({"lr": 0.1, "nested": {"a": [1, None, "x"]}},)),
+            ("log_metrics", (metrics, 0)),
+            ("log_table", (["a", "b"], [[1, "x"], [None, 2.5]], "table", 0)),
+            ("log_images", (torch.zeros(2, 3, 4, 4), "images", 0)),
+            ("log_metrics", ({}, 1)),
+        ):
+            try:
+                getattr(logger, name)(*arguments)
+            except Exception as error:
+                return {"error": f"{name} fails: {type(error).__name__}: {error}"}
+    return {}
+
+
 def export(request: str | None, options: Mapping[str, Any], folder: str, case: str) -> dict[str, Any]:
     """Export the model, with the plugin's surgery, by ``torch.export``, and compare what both compute."""
     os.makedirs(folder, exist_ok=True)
@@ -403,4 +427,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.path.pop(0)  # this folder: its modules are imported by their full names
     warm_up()
-    serve({one.__name__: one for one in (train, import_plugin, leave, export, prepare)})
+    serve({one.__name__: one for one in (train, import_plugin, leave, log_everything, export, prepare)})

@@ -27,6 +27,21 @@ def teardown(kit: Kit) -> None:
         raise RefutedError(f"closing it a second time leaves something behind: {'; '.join(left[:4])}")
 
 
+@check("logs", "it takes whatever may be logged: numbers, tensors, nan and inf, tables, images, settings")
+def logs(kit: Kit) -> tuple[Verdict, str] | None:
+    """Hand it one of each, and close it."""
+    subject = kit.subject
+    if subject.kind != "loggers":
+        return "does not apply", "it is no logger"
+    folder = f"{kit.train()['folder']}/logs"
+    (ended,) = kit.call("log_everything", request=subject.request, options=dict(subject.options), folder=folder)
+    if ended.value is None:
+        raise RefutedError(f"closing it fails: {' '.join(ended.output.splitlines()[-1:])}")
+    if "error" in ended.value:
+        raise RefutedError(ended.value["error"])
+    return None
+
+
 @check("commutes", "with those it says it commutes with, either order gives the same weights")
 def commutes(kit: Kit) -> tuple[Verdict, str] | None:
     """Train with both in both orders."""
