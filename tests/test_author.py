@@ -90,11 +90,18 @@ def test_a_stranger_can_use_resume_and_trust_what_an_author_made(tmp_path: Path)
     assert (mine["kind"], mine["distribution"], mine["version"]) == ("algorithms", "kernel-plugin-fading", "0.1.0")
     shown = json.loads(run(programs / "kernel", "plugins", "show", "fading", "--json", **inside))
     assert shown["card"]["checks"]["resume"] == "proven"
-    plugins = ("--plugins", "fading,gradient_clipping", "-o", "fading.factor=0.9")
+    plugins = (
+        "--plugins",
+        "fading,gradient_clipping",
+        "-o",
+        "fading.factor=0.9",
+        "--set",
+        "checkpoint.save_interval=1ba",
+    )
     run(programs / "kernel", "plugins", "lock", *plugins, **inside)
     train = (programs / "kernel", "train", *SMALL, *plugins, "--locked", "--seed", "1")
     run(*train, "--max-duration", "4ba", "--run-name", "whole", **inside)
-    run(*train, "--max-duration", "2ba", "--run-name", "half", "--set", "checkpoint.save_interval=1ba", **inside)
+    run(*train, "--max-duration", "2ba", "--run-name", "half", **inside)
 
     # elsewhere: an environment made by what the checkpoint says, in which the run goes on
     (here / "requirements.txt").write_text(run(programs / "kernel", "plugins", "from-checkpoint", "half", **inside))
