@@ -566,6 +566,7 @@ def test_list_shows_the_newest_first_and_what_is_wrong(there: Path) -> None:
     assert bad["bytes"] > 1000
     assert bad["age_s"] >= 0
     assert [row["name"] for row in document("checkpoint", "list", "runs/two")] == ["ep2-ba8", "ep1-ba4"]
+    assert [row["name"] for row in document("checkpoint", "list", "two")] == ["ep2-ba8", "ep1-ba4"]
     assert [row["name"] for row in document("checkpoint", "list", "runs/two/checkpoints")] == ["ep2-ba8", "ep1-ba4"]
     assert [row["name"] for row in document("checkpoint", "list", "runs/two/checkpoints/ep1-ba4")] == ["ep1-ba4"]
     text = kernel("checkpoint", "list").stdout

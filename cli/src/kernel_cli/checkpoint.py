@@ -28,6 +28,8 @@ FOLDER = "checkpoints"  # of a run
 
 def list_checkpoints(folder: str, as_json: bool) -> list[dict[str, Any]]:
     """Return the checkpoints of a run, of a folder of runs, or in a folder; the newest first."""
+    if "://" not in folder and not Path(folder).is_dir() and (run := run_called(folder, Path(RUNS))) is not None:
+        folder = str(run.folder)
     if "://" not in folder and not Path(folder).is_dir() and folder != RUNS:
         raise ConfigError(
             f"checkpoint list: there is no folder {folder!r}. Expected a run, a folder of runs or of checkpoints."
