@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ("--set", "data.num_train_strips=64", "--set", "data.num_test_strips=8")
+SMALL = ("--set", "data.num_train_strips=96", "--set", "data.num_test_strips=8", "--set", "data.batch_size=16")
 
 
 def run(*command: str | Path, **options: Any) -> str:
@@ -101,15 +101,23 @@ def test_a_stranger_can_use_resume_and_trust_what_an_author_made(tmp_path: Path)
     run(programs / "kernel", "plugins", "lock", *plugins, **inside)
     train = (programs / "kernel", "train", *SMALL, *plugins, "--locked", "--seed", "1")
     run(*train, "--max-duration", "4ba", "--run-name", "whole", **inside)
-    run(*train, "--max-duration", "2ba", "--run-name", "half", **inside)
 
     # elsewhere: an environment made by what the checkpoint says, in which the run goes on
-    (here / "requirements.txt").write_text(run(programs / "kernel", "plugins", "from-checkpoint", "half", **inside))
+    (here / "requirements.txt").write_text(run(programs / "kernel", "plugins", "from-checkpoint", "whole", **inside))
     assert "kernel-plugin-fading==0.1.0" in (here / "requirements.txt").read_text()
     programs, variables = environment(tmp_path / "two", dist, "-r", str(here / "requirements.txt"), "kernel-train")
     inside["env"] = variables
-    run(programs / "kernel", "train", "--resume", "half", "--max-duration", "4ba", "--locked", **inside)
-    told = json.loads(run(programs / "kernel", "checkpoint", "diff", "runs/whole", "runs/half", "--json", **inside))
+    run(
+        programs / "kernel",
+        "train",
+        "--resume",
+        "runs/whole/checkpoints/ep0-ba2",
+        "--run-name",
+        "again",
+        "--locked",
+        **inside,
+    )
+    told = json.loads(run(programs / "kernel", "checkpoint", "diff", "runs/whole", "runs/again", "--json", **inside))
     assert told["plan"] == []
     assert told["tensors"]["different"] == {}
     assert told["tensors"]["equal"] > 10

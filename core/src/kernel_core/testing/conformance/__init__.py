@@ -12,7 +12,7 @@ What a plugin declares (``example``, ``neutral``, ``commutes``, ``split_invarian
 
 * ``subject.py``: the plugin that is checked.
 * ``cases.py``: the models and their data.
-* ``runs.py``: one run, in a forked process, and all that is noted of it; ``watching.py``: what is watched in it.
+* ``runs.py``: one run, and all that is noted of it; ``watching.py``: what is watched in it; ``served.py``: the processes.
 * ``kit.py``: starts runs and compares them; what a check is and says.
 * ``checks/``: the checks.
 * ``card.py``: their results, for people and as a document.

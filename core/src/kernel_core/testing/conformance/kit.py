@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from safetensors.torch import load_file
 
-from kernel_core.testing.conformance import runs
 from kernel_core.testing.conformance.cases import CASES
 from kernel_core.testing.conformance.subject import EngineSubject, Subject
 from kernel_core.testing.forked import Ended, server_of
@@ -134,8 +133,8 @@ class Kit:
     # --- runs ------------------------------------------------------------------------------------------------------
 
     def call(self, function: str, *, world_size: int = 1, folder: str = "", **arguments: Any) -> list[Ended]:
-        """Call a function of ``runs.py`` in new processes, and return how they ended."""
-        server = server_of(str(runs.__file__))
+        """Call a function of ``served.py`` in new processes, and return how they ended."""
+        server = server_of(str(Path(__file__).with_name("served.py")))
         case = CASES.get(arguments.get("case", ""))
         if case is not None and case.needs:
             server.start(1, "prepare", here=True, modules=_modules_of(case.name))
