@@ -81,3 +81,18 @@ def test_a_fault_is_found_by_the_check_that_is_meant_for_it(kit: Kit, check: str
 def test_every_check_finds_a_fault() -> None:
     assert {check for _, check, _ in FAULTS} == set(CHECKS)
     assert len({name for name, _, _ in FAULTS}) >= 25
+
+
+def test_what_a_plugin_says_it_does_not_support_is_proven_to_be_refused() -> None:
+    kit = Kit(Subject.of(str(FAULTY / "narrow.py")))
+    try:
+        found = {name: str(kit.perform(CHECKS[name])) for name in ("ddp", "fsdp", "microbatches", "retry", "resume")}
+    finally:
+        kit.close()
+    assert found == {
+        "ddp": "refused: it counts what one process sees",
+        "fsdp": "refused: it counts what one process sees",
+        "microbatches": "refused: it counts whole batches",
+        "retry": "refused: it counts whole batches",
+        "resume": "refused: it counts from the start",
+    }

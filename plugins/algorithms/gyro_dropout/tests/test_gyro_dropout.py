@@ -120,6 +120,14 @@ def test_the_function_replaces_every_dropout() -> None:
     assert (model[0].p, model[1][1].p, model[1][1].tau) == (0.1, 0.2, 3)
 
 
+def test_the_function_keeps_a_dropout_that_is_used_twice_one_layer() -> None:
+    shared = nn.Dropout(0.1)
+    model = nn.Sequential(shared, nn.Sequential(nn.Linear(2, 2), shared), nn.Dropout(0.2))
+    assert apply_gyro_dropout(model) == ["0", "1.1", "2"]
+    assert type(model[0]) is GyroDropoutLayer
+    assert model[0] is model[1][1] is not model[2]
+
+
 def test_more_masks_at_a_time_than_there_are_is_refused() -> None:
     with pytest.raises(
         OptionError, match=r"gyro_dropout\.tau: got 16, with sigma=8\. Expected at most as many masks at a time"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_core import Callback, Classifier, Time, Trainer, hookimpl
-from kernel_core.errors import OptionError
+from kernel_core.errors import OptionError, SurgeryError
 from kernel_plugin_stochastic_depth import (
     StochasticDepth,
     apply_stochastic_depth,
@@ -68,6 +68,113 @@ def test_a_block_that_is_left_out_is_its_shortcut_and_its_gradients_are_zero() -
         assert parameter.grad is not None
         assert not parameter.grad.any()
     assert all(one.grad.any() for one in changed[3].parameters())
+
+
+@pytest.mark.parametrize("weight", [float("inf"), 3e4])
+def test_what_is_left_out_has_no_say_whatever_its_weights(weight: float) -> None:
+    changed = net().half()
+    apply_stochastic_depth(changed, "BasicBlock", "block", 0.5)
+    x = torch.rand(1, 8, 2, 2, dtype=torch.half)
+    changed[2].dropped = True
+    nn.init.constant_(changed[2].conv1.weight, weight)  # 3e4: the sum of the weights is no number of half precision
+    changed[2](x).sum().backward()
+    assert torch.equal(changed[2](x), x)
+    assert not changed[2].conv1.weight.grad.any()
+
+
+def test_a_block_without_trainable_parameters_can_be_left_out() -> None:
+    changed = net()
+    apply_stochastic_depth(changed, "BasicBlock", "block", 0.5)
+    changed[2].requires_grad_(False).dropped = True
+    h = torch.rand(1, 8, 2, 2)
+    assert torch.equal(changed[2](h), h)
+
+
+class PreActivation(nn.Module):
+    """The parts of torchvision's block by name, put together in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn1, self.bn2, self.relu, self.downsample = nn.Identity(), nn.Identity(), nn.ReLU(), None
+        self.conv1, self.conv2 = nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv2(self.relu(self.bn2(self.conv1(self.relu(self.bn1(x))))))  # type: ignore[no-any-return]
+
+
+class DependsOnValues(PreActivation):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def test_parts_that_are_put_together_otherwise_are_refused_rather_than_rearranged() -> None:
+    before = nn.Sequential(nn.Identity(), PreActivation())
+    with pytest.raises(
+        SurgeryError,
+        match=r"stochastic_depth: at 1 \(PreActivation\) the forward computes "
+        r"add\(conv2\(relu\(bn2\(conv1\(relu\(bn1\(x\)\)\)\)\)\), x\)\. "
+        r"Expected relu\(add\(bn2\(.*\), x\)\)\. Give the class the methods branch\(x\) and shortcut\(x\)",
+    ):
+        apply_stochastic_depth(before, "PreActivation")
+    assert type(before[1]) is PreActivation
+    with pytest.raises(SurgeryError, match=r"the forward computes what cannot be told from outside\."):
+        apply_stochastic_depth(nn.Sequential(DependsOnValues()), "DependsOnValues")
+
+
+@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
+def test_torchvisions_blocks_with_another_shortcut_are_known(block: Any) -> None:
+    one = block(4, 8, stride=2, downsample=nn.Conv2d(4, 8 * block.expansion, 1, 2)).eval()
+    x = torch.randn(2, 4, 6, 6)
+    expected = one(x)
+    assert apply_stochastic_depth(nn.Sequential(one), block.__name__, drop_rate=0.0) == ["0"]
+    torch.testing.assert_close(one(x), expected)
+
+
+class Attends(nn.Module):
+    """A block of another kind, (B, T, C), that says what its branch and its shortcut are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))  # type: ignore[no-any-return]
+
+    def shortcut(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.branch(x) + self.shortcut(x)
+
+
+class Bends(Attends):
+    def output(self, added: torch.Tensor) -> torch.Tensor:
+        return added.tanh()
+
+
+@pytest.mark.parametrize(("cls", "after"), [(Attends, torch.clone), (Bends, torch.tanh)])
+def test_a_class_with_methods_of_its_own_is_left_out_by_block_and_by_sample(cls: Any, after: Any) -> None:
+    model, x = nn.Sequential(cls()), torch.randn(64, 3, 4)
+    added = model[0].branch(x)
+    apply_stochastic_depth(model, "Attends", "block", 0.25)  # the class or a base of it
+    model[0].dropped = True
+    torch.testing.assert_close(model(x), after(2 * x))
+    model[0].dropped = False
+    torch.testing.assert_close(model(x), after(added + 2 * x))
+    torch.testing.assert_close(model.eval()(x), after(0.75 * added + 2 * x))
+    apply_stochastic_depth(model.train(), cls.__name__, "sample", 0.25)  # again, with other options
+    there = (model(x) - after(2 * x)).abs().flatten(1).amax(1) > 1e-6
+    assert 0 < there.sum() < 64
+    torch.testing.assert_close(model.eval()(x), after(0.75 * added + 2 * x))
+
+
+def test_in_training_what_comes_out_on_average_is_what_evaluation_computes() -> None:
+    block = net()[1]
+    block.relu = nn.Identity()  # so that the mean goes through
+    model, x = nn.Sequential(block), torch.randn(1, 8, 3, 3)
+    apply_stochastic_depth(model, "BasicBlock", "sample", 0.3, "uniform")
+    many = model(x.expand(20000, -1, -1, -1)).mean(0, keepdim=True)
+    torch.testing.assert_close(many, model.eval()(x), atol=0.02, rtol=0)
 
 
 def test_by_sample_a_branch_is_what_torchvision_leaves_of_it_but_for_its_scale() -> None:
@@ -143,6 +250,8 @@ def test_a_whole_number_of_epochs_is_a_warmup_too() -> None:
         StochasticDepth(drop_warmup="2 potatoes")
     with pytest.raises(OptionError, match=r"stochastic_depth\.drop_warmup: got -1\. Expected a time of at least 0\."):
         StochasticDepth(drop_warmup=-1)
+    with pytest.raises(OptionError, match=r"got '1\.5dur'\. Expected a share of the run of at most 1\."):
+        StochasticDepth(drop_warmup="1.5dur")
 
 
 def test_microbatches_of_a_batch_leave_out_the_same_blocks_as_often_as_the_rate_says() -> None:

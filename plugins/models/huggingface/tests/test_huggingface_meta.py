@@ -30,6 +30,7 @@ def on_meta(build: Any) -> HuggingFaceModel:
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_tensor_is_drawn_as_transformers_draws_it(name: str) -> None:
+    torch.manual_seed(0)
     expected, model = HuggingFaceModel(BUILDERS[name]()), on_meta(BUILDERS[name])
     Materializer(model, torch.device("cpu"), 3)(model)
     assert not is_meta(model)
@@ -40,7 +41,8 @@ def test_every_tensor_is_drawn_as_transformers_draws_it(name: str) -> None:
         if value.float().std() in (0.0,) or value.dtype == torch.int64 or "inv_freq" in key:
             assert torch.equal(found[key], value), key
         else:  # a standard deviation over thousands of draws
-            torch.testing.assert_close(found[key].std(), value.std(), rtol=0.1, atol=0, msg=key)
+            rtol = max(0.1, 5 / (2 * value.numel()) ** 0.5)  # a few draws tell it less exactly
+            torch.testing.assert_close(found[key].std(), value.std(), rtol=rtol, atol=0, msg=key)
             assert not torch.equal(found[key], value), key
 
 

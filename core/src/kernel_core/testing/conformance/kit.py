@@ -231,6 +231,24 @@ class Kit:
             return False, "no effect"
         return True, "works"
 
+    def refusal(self, word: str, run: Callable[[], Any]) -> tuple[Verdict, str] | None:
+        """Return that ``run`` is refused, if it is; what the plugin says it does not support, by ``word``, must be.
+
+        Raises:
+            RefutedError: it is not refused.
+            RefusedError: it is, for no reason that the plugin has.
+        """
+        declared = self.subject.plugin.unsupported.get(word)
+        try:
+            run()
+        except RefusedError as error:
+            if declared is None and not error.conflict:
+                raise
+            return "refused", declared or str(error)
+        if declared is not None:
+            raise RefutedError(f"it says that it does not support {word}, and such a run is not refused")
+        return None
+
     # --- comparisons -----------------------------------------------------------------------------------------------
 
     def differences(self, found: Mapping[str, Any], expected: Mapping[str, Any], parts: Sequence[str]) -> str:

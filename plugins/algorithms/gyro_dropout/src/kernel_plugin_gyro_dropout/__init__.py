@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -28,9 +29,9 @@ def active_masks(elapsed: float, sigma: int, tau: int) -> range:
     return range(group * tau, group * tau + tau)
 
 
-def mask_of_row(num_rows: int, tau: int) -> Tensor:
+def mask_of_row(num_rows: int, tau: int, device: torch.device | None = None) -> Tensor:
     """Return which of ``tau`` masks each of ``num_rows`` rows has (N,): neighbours share one, as evenly as that goes."""
-    return torch.arange(num_rows) * tau // num_rows
+    return torch.arange(num_rows, device=device) * tau // num_rows
 
 
 class GyroDropoutLayer(nn.Module):
@@ -61,8 +62,7 @@ class GyroDropoutLayer(nn.Module):
             return x
         if self.seed_of is None:
             return nn.functional.dropout(x, self.p)
-        rows = mask_of_row(x.shape[0], self.tau).to(x.device)
-        return x * self._factors(x)[rows]
+        return x * self._factors(x)[mask_of_row(x.shape[0], self.tau, x.device)]
 
     def _factors(self, x: Tensor) -> Tensor:
         """Return the masks in use (tau, ...), scaled; they are drawn anew when others are in use, or rows have another shape."""
@@ -84,16 +84,19 @@ class GyroDropoutLayer(nn.Module):
 def apply_gyro_dropout(model: nn.Module, p: float | None = 0.5, tau: int = 16) -> list[str]:
     """Put a ``GyroDropoutLayer`` in the place of every ``nn.Dropout`` of ``model``; return where.
 
+    One that is used in several places stays one layer.
+
     Args:
         model: Any model.
         p: The probability that a value is left out; None for that of each layer.
         tau: How many masks a batch has.
     """
-    found = [path for path, module in model.named_modules() if type(module) is nn.Dropout]
-    for path in found:
-        rate = model.get_submodule(path).p if p is None else p
-        model.set_submodule(path, GyroDropoutLayer(rate, tau))  # type: ignore[arg-type]
-    return found
+    named = model.named_modules(remove_duplicate=False)
+    found: dict[str, Any] = {path: module for path, module in named if type(module) is nn.Dropout}
+    layers = {old: GyroDropoutLayer(old.p if p is None else p, tau) for old in found.values()}
+    for path, old in found.items():
+        model.set_submodule(path, layers[old])
+    return list(found)
 
 
 class GyroDropout(Algorithm):
@@ -101,8 +104,9 @@ class GyroDropout(Algorithm):
 
     The pool has ``sigma`` masks for each layer, gone through once in the run, ``tau`` at a time: each group is in use for the
     share ``tau / sigma`` of the run, whatever its length is measured in. The rows of a batch share the masks in use, as evenly
-    as that goes. Masks follow from the seed, the layer and their number, so that none has to be saved; they are the same on
-    every rank. With a run that is measured in seconds the moment at which masks change depends on the machine.
+    as that goes; a row is what the first dimension counts. Where ``tau`` does not divide ``sigma``, the last masks are not used.
+    Masks follow from the seed, the layer and their number, so that none has to be saved; they are the same on every rank. With
+    a run that is measured in seconds the moment at which masks change depends on the machine.
 
     Args:
         p: The probability that a value is left out; None for that of each layer.
@@ -114,6 +118,7 @@ class GyroDropout(Algorithm):
 
     roles = {"replaces-modules"}
     example = {"sigma": 8, "tau": 2}
+    neutral = None  # p=0 takes away the dropout that the model has without the plugin
     split_invariant = False  # which mask a row has depends on its place in the microbatch
 
     def __init__(
@@ -133,11 +138,14 @@ class GyroDropout(Algorithm):
         self._layers: list[GyroDropoutLayer] = []
 
     @hookimpl
-    def module_replacements(self) -> dict[type[nn.Module], Callable[[nn.Module, str], nn.Module]]:
-        """Replace every ``nn.Dropout``."""
-        return {nn.Dropout: self._replace}
+    def module_replacements(self) -> dict[type[nn.Module], Callable[[nn.Module, str], nn.Module | None]]:
+        """Replace every ``nn.Dropout``, and what an earlier trainer has put in its place."""
+        self._layers = []  # those of another trainer's model are not ours
+        return {nn.Dropout: self._replace, GyroDropoutLayer: self._replace}
 
-    def _replace(self, module: nn.Module, path: str) -> nn.Module:
+    def _replace(self, module: nn.Module, path: str) -> nn.Module | None:
+        if type(module) not in (nn.Dropout, GyroDropoutLayer):  # a class derived from it may do something else
+            return None
         rate: Any = module.p if self.p is None else self.p
         self._layers.append(GyroDropoutLayer(rate, self.tau))
         return self._layers[-1]
@@ -146,7 +154,7 @@ class GyroDropout(Algorithm):
     def fit_start(self, state: State) -> None:
         """Say what each layer draws its masks with."""
         for index, layer in enumerate(self._layers):
-            layer.seed_of = _seeds(state.seed, state.plan.id_of(self), index)
+            layer.seed_of = partial(keyed_seed, state.seed, state.plan.id_of(self), index, "mask")
 
     @hookimpl
     def before_train_batch(self, state: State) -> None:
@@ -158,10 +166,6 @@ class GyroDropout(Algorithm):
 
     @hookimpl
     def close(self) -> None:
-        """Leave plain dropout behind."""
+        """Leave plain dropout behind, and no masks."""
         for layer in self._layers:
-            layer.seed_of = None
-
-
-def _seeds(*key: object) -> Callable[[int], int]:
-    return lambda number: keyed_seed(*key, "mask", number)
+            layer.seed_of = layer._drawn = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kernel_core.testing.conformance.kit import SPLIT, TOLERANCE, Kit, RefusedError, RefutedError, Verdict, check
+from kernel_core.testing.conformance.kit import SPLIT, TOLERANCE, Kit, RefutedError, Verdict, check
 
 WORLD_SIZE = 2
 
@@ -23,15 +23,9 @@ def fsdp(kit: Kit) -> tuple[Verdict, str] | None:
 
 
 def _on_ranks(kit: Kit, engine: str) -> tuple[Verdict, str] | None:
-    declared = kit.subject.plugin.unsupported.get(engine)
-    try:
-        found = _train(kit, engine)
-    except RefusedError as error:
-        if declared is None and not error.conflict:
-            raise
-        return "refused", declared or str(error)
-    if declared is not None:
-        raise RefutedError(f"it says that it does not support {engine}, and such a run is not refused")
+    if refused := kit.refusal(engine, lambda: _train(kit, engine)):
+        return refused
+    found = _train(kit, engine)
     for rank, one in enumerate(found):
         for hook, whose in one["drawn"].items():
             raise RefutedError(f"on rank {rank} {hook} draws from {whose} global generator")

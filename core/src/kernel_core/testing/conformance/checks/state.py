@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernel_core.testing.conformance.checks.training import followed
-from kernel_core.testing.conformance.kit import Kit, RefusedError, RefutedError, Verdict, check
+from kernel_core.testing.conformance.kit import Kit, RefutedError, Verdict, check
 
 POINTS: tuple[int, ...] = (1, 4)  # batches, of six in two epochs
 ALL_POINTS: tuple[int, ...] = (1, 2, 3, 4, 5)
@@ -41,13 +41,4 @@ def resume(kit: Kit) -> tuple[Verdict, str] | None:
 
 
 def _refusal(kit: Kit, path: str) -> tuple[Verdict, str] | None:
-    declared = kit.subject.plugin.unsupported.get("resume")
-    try:
-        kit.train(load=path, init=1)
-    except RefusedError as error:
-        if declared is None:
-            raise
-        return "refused", declared or str(error)
-    if declared is not None:
-        raise RefutedError("it says that it does not support resume, and such a run is not refused")
-    return None
+    return kit.refusal("resume", lambda: kit.train(load=path, init=1))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kernel_core.testing.conformance.kit import SPLIT, TOLERANCE, Kit, RefusedError, RefutedError, Verdict, check
+from kernel_core.testing.conformance.kit import SPLIT, TOLERANCE, Kit, RefutedError, Verdict, check
 
 TRAINED = ("losses", "weights", "optimizers")
 
@@ -78,7 +76,7 @@ def fits(kit: Kit) -> None:
 @check("retry", "a batch that is tried again, because memory ran out, leaves nothing behind")
 def retry(kit: Kit) -> tuple[Verdict, str] | None:
     """Let memory run out in a batch, and compare with a run whose batches are split from there on by themselves."""
-    if refused := _refusal(kit, "microbatching", micro="auto"):
+    if refused := kit.refusal("microbatching", lambda: kit.train(micro="auto")):
         return refused
     found = kit.train(micro="auto", out_of_memory_at=4)
     expected = kit.train(split_at=4, split_to=found["micro"])
@@ -90,7 +88,7 @@ def retry(kit: Kit) -> tuple[Verdict, str] | None:
 @check("microbatches", "splitting a batch into microbatches changes rounding only")
 def microbatches(kit: Kit) -> tuple[Verdict, str] | None:
     """Compare a run whose batches are split into four with one whose are not, in float64."""
-    if told := _refusal(kit, "microbatching", micro=2, **SPLIT):
+    if told := kit.refusal("microbatching", lambda: kit.train(micro=2, **SPLIT)):
         return told
     found = kit.train(micro=2, **SPLIT)
     if not kit.subject.plugin.split_invariant:
@@ -99,18 +97,4 @@ def microbatches(kit: Kit) -> tuple[Verdict, str] | None:
         raise RefutedError(
             f"with microbatches a weight differs by {distance:.3g}. Expected {TOLERANCE:g}, or split_invariant=False"
         )
-    return None
-
-
-def _refusal(kit: Kit, word: str, **arguments: Any) -> tuple[Verdict, str] | None:
-    """Return that such a run is refused, if it is; what is declared to be unsupported must be."""
-    declared = kit.subject.plugin.unsupported.get(word)
-    try:
-        kit.train(**arguments)
-    except RefusedError as error:
-        if declared is None and not error.conflict:
-            raise
-        return "refused", declared or str(error)
-    if declared is not None:
-        raise RefutedError(f"it says that it does not support {word}, and such a run is not refused")
     return None
