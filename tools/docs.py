@@ -18,7 +18,7 @@ from kernel_core import Trainer, optim
 from kernel_core.hooks import HOOK_API
 from kernel_core.naming import snake_case
 from kernel_core.registry.discovery import KINDS
-from kernel_core.registry.hookmanager import HOOK_NAMES
+from kernel_core.registry.hookmanager import HOOK_NAMES, HookManager
 from kernel_core.testing.conformance.card import MARKS
 from setup_env import ROOT, packages
 
@@ -84,29 +84,49 @@ rules:
   than the level it was written for is refused, and told which level to name: whoever installs it sees from the level
   which kernel it needs.
 * **A plugin of a newer level is refused** by an older kernel, which says so: it may rely on what is not there.
-* **A hook that will go is deprecated first.** It still fires, and a warning names the plugin, its distribution and
-  version, and what to answer instead. It goes at the earliest one level after the one that deprecated it.
-* Hooks that a plugin defines carry the same three marks, and the warning; their levels are those of that plugin.
+* **A hook that will go is deprecated first.** It still fires, and a warning (`HookDeprecationWarning`) names the plugin, its
+  distribution and version, and what to answer instead. One whole level lies between: a hook that is deprecated at level
+  N fires at level N + 1 too, and goes with level N + 2 at the earliest. From then on it is unknown, and a plugin that
+  still answers it is refused at start, as for any name that is no hook.
+* **One plugin for kernels of two levels** names the older level, and marks what only one of them has
+  `@hookimpl(optional=True)`: an answer to a hook that may be unknown, or newer. Where a hook and what replaces it both fire,
+  both answers are called.
+* **Hooks that a plugin defines** carry the same three marks, and the same warning. Their levels are those of that
+  package, which `hook_api` does not speak of: it is about the kernel's hooks alone.
 
 A level is raised in a minor release of the kernel, never in a patch release.
 """
 
 
 def hook_api_page() -> str:
-    lines = [
-        POLICY,
-        "## Every hook, by level",
-        "",
-        "| hook | arguments | since | deprecated | answer instead |",
-        "|-|-|-|-|-|",
-    ]
-    for hook in sorted(describe_hooks(), key=lambda hook: hook["since"]):
-        arguments = ", ".join(f"`{name}`" for name in hook["arguments"])
-        deprecated = hook["deprecated"] or ""
-        lines.append(
-            f"| `{hook['name']}` | {arguments} | {hook['since']} | {deprecated} | {hook['replaced_by'] or ''} |"
-        )
+    manager = HookManager()
+    lines = [POLICY, "## Levels", "", *hook_levels(manager), "", "## Every hook", "", *hook_table(manager)]
     return HEADER + "\n".join(lines) + "\n"
+
+
+def hook_levels(manager: HookManager) -> list[str]:
+    """Return a line for each level: the hooks that it brought, and those that it deprecated."""
+    specs = manager.specs
+    lines = []
+    for level in sorted({1, *(one.since for one in specs.values()), *(one.deprecated or 1 for one in specs.values())}):
+        added = [f"`{name}`" for name, one in specs.items() if one.since == level]
+        gone = [f"`{name}`" for name, one in specs.items() if one.deprecated == level]
+        told = [
+            f"{len(added)} hooks, all of the table that say so" if level == 1 else f"added {', '.join(added) or 'none'}"
+        ]
+        told += [f"deprecated {', '.join(gone)}"] if gone else []
+        lines.append(f"* Level {level}: {'; '.join(told)}.")
+    return lines
+
+
+def hook_table(manager: HookManager) -> list[str]:
+    """Return a table of every hook that ``manager`` knows, those of plugins too, by the level that brought it."""
+    lines = ["| hook | arguments | since | deprecated | answer instead |", "|-|-|-|-|-|"]
+    for name, spec in sorted(manager.specs.items(), key=lambda item: item[1].since):
+        arguments = ", ".join(f"`{one}`" for one in getattr(manager.hook, name).spec.argnames)
+        instead = f"`{spec.replaced_by}`" if spec.replaced_by else ""
+        lines.append(f"| `{name}` | {arguments} | {spec.since} | {spec.deprecated or ''} | {instead} |")
+    return lines
 
 
 def from_composer_page() -> str:

@@ -108,6 +108,20 @@ def test_a_run_uses_a_file_by_its_path_and_keeps_the_absolute_one(idea: Path, tm
     assert changed["hash"] != mine["hash"]
 
 
+def test_a_run_goes_on_with_a_file_that_lies_elsewhere_now(idea: Path, tmp_path: Path) -> None:
+    kernel("train", *SMALL, "--plugins", "./my_idea.py", "-o", "my_idea.factor=0.25", "--run-name", "moved")
+    (tmp_path / "other").mkdir()
+    idea.rename(tmp_path / "other" / "my_idea.py")
+    assert (
+        "my_idea.py: there is no such file"
+        in kernel("train", "--resume", "moved", "--max-duration", "3ba", code=2).output
+    )
+    kernel("train", "--resume", "moved", "--max-duration", "3ba", "--plugins", "./other/my_idea.py")
+    config = (tmp_path / "runs" / "moved" / "config.yaml").read_text()
+    assert f"{tmp_path / 'other' / 'my_idea.py'}:" in config
+    assert "factor: 0.25" in config
+
+
 def test_a_file_is_shown() -> None:
     path = Path(__file__).parent.parent.parent / "core" / "tests" / "faulty" / "faulty.py"
     told = kernel("plugins", "show", f"{path}:IsNotNeutral").output

@@ -57,10 +57,10 @@ def test_a_lock_holds_versions_hashes_options_and_order_and_is_the_same_each_tim
         (("--plugins", "ema,gradient_clipping", "-o", "ema.half_life=5ba"), "ema.half_life was '4ba', and is '5ba'"),
         (
             ("--plugins", "ema", "-o", "ema.half_life=4ba"),
-            "gradient_clipping (algorithms) was in the run that was saved",
+            "gradient_clipping (algorithms) is missing",
         ),
         ((*PLUGINS[:1], "ema,gradient_clipping,lr_monitor", *PLUGINS[2:]), "lr_monitor (callbacks) is new"),
-        ((*PLUGINS, "--no-checkpoints"), "checkpoint_saver (callbacks) was in the run that was saved"),
+        ((*PLUGINS, "--no-checkpoints"), "checkpoint_saver (callbacks) is missing"),
     ],
 )
 def test_a_locked_run_is_refused_for_any_difference(arguments: tuple[str, ...], told: str, folder: Path) -> None:
@@ -140,7 +140,7 @@ def test_two_runs_checkpoints_and_locks_are_compared_in_words(folder: Path) -> N
     result = json.loads(kernel("plan", "diff", "one", "runs/two", "--json", code=1).stdout)
     assert result["differences"] == [
         "ema.half_life was '4ba', and is '5ba'",
-        "gradient_clipping (algorithms) was in the run that was saved, and is not in this one",
+        "gradient_clipping (algorithms) is missing",
     ]
     assert (
         "plan diff: nowhere is no run, checkpoint or lock." in kernel("plan", "diff", "nowhere", "one", code=2).output
@@ -157,6 +157,35 @@ def test_a_checkpoint_tells_what_to_install(folder: Path) -> None:
         "kernel-core", "kernel-cli", "torch", "kernel-plugin-ema", "kernel-plugin-gradient-clipping",
         "kernel-plugin-file-logger", "kernel-plugin-progress-bar", "kernel-plugin-checkpoint-saver",
     }  # fmt: skip
+
+
+def test_what_cannot_be_told_of_a_run_is_named_on_standard_error() -> None:
+    told = kernel("plugins", "from-checkpoint", "one").stderr
+    assert "recipe numbers: a checkpoint does not tell of which distribution. Install that too." in told
+
+
+def test_two_versions_of_one_distribution_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import kernel_cli.lock
+
+    def stranger(found: Any) -> Any:
+        rows = [
+            {"id": f"x{v}", "name": "x", "kind": "algorithms", "options": {}, "distribution": "x", "version": v}
+            for v in "12"
+        ]
+        return {"plan": {"plugins": rows, "events": {}}}
+
+    monkeypatch.setattr(kernel_cli.lock, "read_lock", stranger)
+    assert (
+        "asks for x==1 and for x==2. Expected one version of each"
+        in kernel("plugins", "from-checkpoint", "one", code=2).output
+    )
+
+
+def test_a_subcommand_after_the_options_of_plan_is_wrong_use() -> None:
+    assert (
+        "diff is a subcommand, and stands first: kernel plan diff."
+        in kernel("plan", "--plugins", "ema", "diff", code=2).output
+    )
 
 
 def test_what_a_file_of_a_stranger_tells_to_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

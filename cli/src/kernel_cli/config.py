@@ -13,6 +13,7 @@ from kernel_core.errors import ConfigError, TimeStringError
 from kernel_core.naming import did_you_mean, normalize
 from kernel_core.recipe import Config, Recipe, load_recipe, merge, plugin_label, with_absolute_paths, with_saver
 from kernel_core.registry.discovery import installed_plugins
+from kernel_core.registry.single_file import is_file
 from kernel_core.timing import Time, TimeUnit
 
 DEFAULT_RECIPE = "numbers"
@@ -171,9 +172,18 @@ def apply_arguments(
     for name in named:
         if plugin_label(name) in map(plugin_label, named[: named.index(name)]) or named.count(name) > 1:
             raise ConfigError(f"--plugins: {name} is named twice. Give one of them an id of its own: 'other={name}'.")
-        if plugin_label(name) in known:
+        (key,) = with_absolute_paths({name: {}})
+        if (held := known.get(plugin_label(name))) is not None:
+            if (
+                key != held and is_file(key.rpartition("=")[2]) and is_file(held.rpartition("=")[2])
+            ):  # it lies elsewhere now
+                config = {
+                    **config,
+                    "plugins": {key if one == held else one: its for one, its in config["plugins"].items()},
+                }
+                known = {plugin_label(one): one for one in config["plugins"]}
             continue
-        config = merge(config, {"plugins": with_absolute_paths({name: {}})})
+        config = merge(config, {"plugins": {key: {}}})
         known = {plugin_label(key): key for key in config["plugins"]}
     config = merge(config, {"plugins": {}})
     known |= {plugin_label(key): key for key in complete(config)["plugins"]}

@@ -9,10 +9,18 @@ from typing import Any
 import click
 from kernel_core.checkpoint.contents import read_lock
 from kernel_core.errors import CheckpointMissingError, ConfigError, PlanError
-from kernel_core.registry.lock import FILE, check_lock, lock_differences, lock_of, plugins_of, read_plan, write_lock
+from kernel_core.registry.lock import (
+    FILE,
+    check_lock,
+    lock_differences,
+    lock_of,
+    plugins_of,
+    public_version,
+    read_plan,
+    requirement,
+    write_lock,
+)
 from kernel_core.registry.plan import Plan
-from packaging.utils import InvalidName, canonicalize_name
-from packaging.version import InvalidVersion, Version
 
 from kernel_cli.checkpoint import clean
 from kernel_cli.output import Result
@@ -20,6 +28,7 @@ from kernel_cli.runs import find_checkpoint, run_called
 
 PLAN = "plan.json"
 RUNS = Path("runs")
+CODE = ("kernel-core", "kernel-cli", "torch")  # whose versions a checkpoint records besides those of plugins
 
 
 def plan_of(config: Mapping[str, Any]) -> Plan:
@@ -96,50 +105,91 @@ def _written_plan(target: str) -> dict[str, Any]:
         raise ConfigError(
             f"plan diff: {target} is no run, checkpoint or lock. Expected one. `kernel checkpoint list` shows what there is."
         ) from error
-    plan = document.get("plan")
-    if not isinstance(plan, dict):
-        raise PlanError(f"{target}: its plan is not one.")
-    plugins_of(plan)
-    environment = document.get("environment", {})
-    code = {name: environment[name] for name in ("kernel-core", "torch") if name in environment}
-    return {**plan, "code": code}
+    environment = _section(document, "environment")
+    return {
+        **_plan_in(document, target),
+        "code": {name: environment[name] for name in ("kernel-core", "torch") if name in environment},
+    }
+
+
+def _plan_in(document: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the plan in what a checkpoint says of its run, which may hold anything.
+
+    Raises:
+        PlanError: it is none.
+    """
+    plan = dict(_section(document, "plan"))
+    try:
+        plugins_of(plan)
+    except PlanError as error:
+        raise PlanError(f"{clean(where)}: {clean(str(error))} Do not trust the file.") from None
+    return plan
+
+
+def _section(document: Any, name: str) -> Mapping[str, Any]:
+    section = document.get(name) if isinstance(document, Mapping) else None
+    return section if isinstance(section, Mapping) else {}
 
 
 def requirements_of_checkpoint(path: str, as_json: bool) -> dict[str, Any]:
     """Print the requirements that recreate the run which saved a checkpoint: what `pip install -r` reads."""
     found = find_checkpoint(path)
     document = read_lock(found)
-    wanted: dict[str, str] = {}
-    missing = []
-    for plugin in plugins_of(document.get("plan", {})):
-        if plugin["distribution"] is None:
-            missing.append(clean(str(plugin["id"])))
-        else:
-            wanted[plugin["distribution"]] = plugin["version"]
-    environment = document.get("environment", {})
-    for name in ("kernel-core", "kernel-cli", "torch"):
-        if isinstance(environment, Mapping) and name in environment:
-            wanted[name] = environment[name]
-    lines = sorted(_requirement(name, version, found.url) for name, version in wanted.items())
+    plugins = plugins_of(_plan_in(document, found.url))
+    environment = _section(document, "environment")
+    wanted = [(one["distribution"], one["version"]) for one in plugins if one["distribution"] is not None]
+    wanted += [(name, environment[name]) for name in CODE if name in environment]
+    lines = sorted({_checked(name, version, found.url) for name, version in wanted})
+    _refuse_two_versions(lines, found.url)
+    missing = [clean(one["id"]) for one in plugins if one["distribution"] is None]
+    unrecorded = _unrecorded(document)
     for name in missing:
         click.echo(
             f"{name}: belongs to no distribution, so that it cannot be installed: it was a file or a class.", err=True
         )
+    for name in unrecorded:
+        click.echo(f"{name}: a checkpoint does not tell of which distribution. Install that too.", err=True)
     if not as_json:
         click.echo("\n".join(lines))
-    return {"requirements": lines, "without_distribution": missing}
+    return {"requirements": lines, "without_distribution": missing, "not_recorded": unrecorded}
 
 
-def _requirement(name: Any, version: Any, where: str) -> str:
-    """Return ``name==version``, the version without what a builder added to it (``2.13.0+cpu``); a file may hold anything.
+def _checked(name: Any, version: Any, where: str) -> str:
+    """Return ``name==version``; what the builder of torch added to its version (``2.13.0+cpu``) is said, and left out.
 
     Raises:
         PlanError: it is no name, or no version.
     """
-    try:
-        return f"{canonicalize_name(str(name), validate=True)}=={Version(str(version)).public}"
-    except (InvalidName, InvalidVersion):
+    line = requirement(name, version)
+    if line is None:
         raise PlanError(
             f"{clean(where)}: names the distribution {name!r:.80} of version {version!r:.40}. Expected a name and a version that "
             "can be installed. Do not trust the file."
-        ) from None
+        )
+    if public_version(version) != str(version):
+        click.echo(f"{line}: the version was {clean(str(version))}, a build of its own.", err=True)
+    return line
+
+
+def _refuse_two_versions(lines: Iterable[str], where: str) -> None:
+    seen: dict[str, str] = {}
+    for line in lines:
+        other = seen.setdefault(line.partition("==")[0], line)
+        if other != line:
+            raise PlanError(
+                f"{clean(where)}: asks for {other} and for {line}. Expected one version of each distribution. Do not trust the "
+                "file."
+            )
+
+
+def _unrecorded(document: Mapping[str, Any]) -> list[str]:
+    """Return the recipe, model and engine of a run, whose distributions no checkpoint records."""
+    config, run = _section(document, "config"), _section(document, "run")
+    transforms = run.get("transforms")
+    named = [
+        ("recipe", config.get("recipe")),
+        ("model", _section(config, "model").get("name")),
+        ("engine", run.get("engine") if run.get("engine") != "single" else None),
+        *(("transform", one) for one in (transforms if isinstance(transforms, list | tuple) else ())),
+    ]
+    return [clean(f"{what} {name}") for what, name in named if isinstance(name, str)]

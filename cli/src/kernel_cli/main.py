@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -108,13 +109,20 @@ def _launch(command: tuple[str, ...], mode: str, as_json: bool = False, **option
 class PlanGroup(click.Group):
     """A command that takes a recipe or a configuration, and has subcommands beside: whatever is none of them is the former."""
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return no parameters for the usage line of a subcommand: it takes none of them."""
+        return super().get_params(ctx) if ctx.command is self else []
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take the first argument for the source, unless it is a subcommand."""
-        if args and args[0] in self.commands:
-            self.params = []
-        else:
+        if not (args and args[0] in self.commands):
             ctx.allow_interspersed_args = True
-        return super().parse_args(ctx, args)
+            return super().parse_args(ctx, args)
+        held, self.params = self.params, []
+        try:
+            return super().parse_args(ctx, args)
+        finally:
+            self.params = held
 
 
 @cli.group(cls=PlanGroup, invoke_without_command=True)
@@ -122,6 +130,11 @@ class PlanGroup(click.Group):
 @click.pass_context
 def plan(context: click.Context, /, **arguments: Any) -> None:
     """Show which plugin runs at which event, in what order, and why. `kernel plan diff A B` compares two plans."""
+    name = context.invoked_subcommand or arguments["source"]
+    if arguments and name in plan.commands:
+        raise click.UsageError(
+            f"{name} is a subcommand, and stands first: kernel plan {name}. No recipe is called that."
+        )
     if context.invoked_subcommand is None:
         from kernel_cli.inspect import show_plan
 
@@ -170,6 +183,7 @@ def plugins_show(name: str, as_json: bool) -> None:
 )
 @click.option("--out", metavar="FOLDER", help="Where to; the default is a folder named like the distribution.")
 @click.option("--distribution", metavar="NAME", help="What pip calls it; the default is kernel-plugin-NAME.")
+@click.option("--author", metavar="NAME", help="Who wrote it: 'Name', or 'Name <name@example.org>'.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 def plugins_new(**arguments: Any) -> None:
     """Write a complete package for a plugin: module, tests, README and a workflow that publishes it."""
@@ -192,7 +206,11 @@ def plugins_lock(**arguments: Any) -> None:
 @click.argument("path", metavar="CHECKPOINT|RUN")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 def plugins_from_checkpoint(**arguments: Any) -> None:
-    """Print what to install to recreate the run that saved a checkpoint, in the form that `pip install -r` reads."""
+    """Print what to install to recreate the run that saved a checkpoint, in the form that `pip install -r` reads.
+
+    Versions are those of an index: of torch 2.13.0+cpu the 2.13.0, and pip's --index-url chooses the build. What was no
+    package, and what a checkpoint does not record, is named on standard error.
+    """
     from kernel_cli.lock import requirements_of_checkpoint
 
     _look(requirements_of_checkpoint, **arguments)
@@ -349,6 +367,8 @@ def main() -> None:
     """Entry point of the ``kernel`` script."""
     # as a signal alone it would end the process without closing what plugins hold
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if not sys.warnoptions:  # Python hides such warnings from all but a script's own code
+        warnings.filterwarnings("default", ".*: answers the hook ", DeprecationWarning)
     try:
         cli.main(prog_name="kernel", standalone_mode=False)
     except click.ClickException as error:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 from kernel_core.errors import ConfigError, Interrupted, KernelError, OrderError, StartAgain
 from kernel_core.recipe import build_trainer
+from kernel_core.registry.lock import check_lock
 
 from kernel_cli.config import complete, source_of, write_yaml
 from kernel_cli.lock import check_config, lock_file
@@ -83,8 +84,9 @@ def train(
             f"run_name: {folder} holds a run already. Choose another name, remove the folder, or go on with it: "
             f"kernel train --resume {folder}."
         )
-    if locked or lock is not None:
-        check_config(lock_file(source, lock), config)
+    held = lock_file(source, lock) if locked or lock is not None else None
+    if held is not None:
+        check_config(held, config)
         if start.loading:  # a checkpoint that other plugins have saved is refused too
             config = {**config, "checkpoint": {**config["checkpoint"], "load_locked": True}}
     trainer = build_trainer(
@@ -96,6 +98,8 @@ def train(
     )
     done = trainer.state.progress.batch
     with trainer:
+        if held is not None:
+            check_lock(held, trainer.plan)  # with what the model of a checkpoint needed besides
         _say(f"run {trainer.state.run_name}: {origin.recipe.summary or source or start.name}")
         _say(start.note or None)
         if trainer.loaded_from is not None:

@@ -69,8 +69,8 @@ class HookSpec:
     replaced_by: str | None = None
 
 
-class HookDeprecationWarning(FutureWarning):
-    """A plugin answers a hook that will go."""
+class HookDeprecationWarning(DeprecationWarning):
+    """A plugin answers a hook that will go. The command ``kernel`` shows it; elsewhere Python's filters decide."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kernel_core.errors import CheckpointMismatchError, KernelError, PlanError
-from kernel_core.naming import normalize
 from kernel_core.registry.discovery import find, load_class
-from kernel_core.registry.lock import Difference, plugins_of
+from kernel_core.registry.lock import Difference, comparable, plugins_of
 from kernel_core.registry.plan import ActivePlugin
 
 KIND = "algorithms"
@@ -32,13 +31,14 @@ def structural_plugins(
         CheckpointMismatchError: one is not installed, comes from somewhere else, is not structural, or has options that a
             file cannot hold.
     """
-    excluded = {normalize(name) for name in exclude}
-    present = {one.id for one in active} | {one.plugin.name for one in active}
+    known = {comparable(name) for one in active for name in (one.id, one.plugin.name)}
+    excluded = set(map(comparable, exclude))
     found = []
     for saved in _plugins(plan):
-        if saved.get("structural") is not True or saved["kind"] != KIND or {saved["id"], saved["name"]} & present:
+        names = {comparable(saved["id"]), comparable(saved["name"])}
+        if saved.get("structural") is not True or saved["kind"] != KIND or names & known:
             continue
-        if normalize(saved["name"]) not in excluded:
+        if comparable(saved["name"]) not in excluded:
             found.append(_again(saved))
     return found
 

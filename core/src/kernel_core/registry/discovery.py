@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,6 +152,11 @@ def find(name: str, kinds: Sequence[str] = HOOK_KINDS, installed: Iterable[Plugi
             for info in matches
         )
         raise PluginNotFoundError(f"{wanted}: {owners} both provide it. Name the one you mean: {choice}.")
+    if set(kinds) & set(HOOK_KINDS) and ("/" in name or os.sep in name):
+        raise PluginNotFoundError(
+            f"{name}: there is no plugin of that name. Expected a name, a kind and a name such as algorithms/{Path(name).stem}, "
+            "or the path of a file that ends in .py."
+        )
     hint = did_you_mean(wanted, {info.name for info in plugins})
     others = [info for info in (installed_plugins() if installed is None else installed) if info.name == wanted]
     if others:

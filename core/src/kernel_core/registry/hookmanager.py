@@ -128,14 +128,15 @@ class HookManager(pluggy.PluginManager):
             owner: Its name, with distribution and version.
 
         Raises:
-            HookError: it answers a hook of the kernel of a later level.
+            HookError: it answers a hook of the kernel of a later level, and not as one that may be unknown.
         """
         active = self._active_hooks(plugin)
         for name, function in _public_functions(plugin):
-            spec = self.specs.get(name)
-            if spec is None or not hasattr(function, _IMPL) or (active is not None and name not in active):
+            spec, marker = self.specs.get(name), getattr(function, _IMPL, None)
+            if spec is None or marker is None or (active is not None and name not in active):
                 continue
-            if self.spec_owners[name] == KERNEL and spec.since > plugin.hook_api:
+            ours = self.spec_owners[name] == KERNEL  # levels of other packages are not those of hook_api
+            if ours and spec.since > plugin.hook_api and not marker["optionalhook"]:
                 raise HookError(
                     f"{plugin.name}.{name}: is a hook of level {spec.since}, and the plugin says that it was written for level "
                     f"{plugin.hook_api}. Set hook_api = {spec.since} in the class."

@@ -6,12 +6,15 @@ A plan as plain data is what ``Plan.to_json`` returns; checkpoints keep it, ``pl
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from importlib_metadata import version
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from kernel_core.errors import PlanError
 from kernel_core.hooks import HOOK_API
@@ -43,14 +46,19 @@ class Difference:
         return self.name.endswith((".version", ".hash"))
 
 
+def comparable(name: str) -> str:
+    """Return a name in the form in which names that were written down are compared: the one place that decides it."""
+    return normalize(name)
+
+
 def is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two entries of plans are the same plugin: the one place where names that were written down are compared."""
+    """Return whether two entries of plans are the same plugin of the same distribution."""
     return _origin(one) == _origin(other)
 
 
 def _origin(one: Mapping[str, Any]) -> tuple[str, str, str | None]:
     distribution = one["distribution"]
-    return one["kind"], normalize(one["name"]), None if distribution is None else normalize(str(distribution))
+    return one["kind"], comparable(one["name"]), None if distribution is None else comparable(str(distribution))
 
 
 def differences(
@@ -62,24 +70,49 @@ def differences(
         saved, now: What ``Plan.to_json`` returned.
         may_change: By plugin id, the options that may differ.
     """
-    before, after = ({one["id"]: one for one in plugins_of(plan)} for plan in (saved, now))
-    found = []
-    for plugin_id in [*before, *(one for one in after if one not in before)]:
-        old, new = before.get(plugin_id), after.get(plugin_id)
-        if old is None or new is None:
-            one = old or new
-            assert one is not None
-            what = "was in the run that was saved, and is not in this one" if new is None else "is new"
-            found.append(Difference(plugin_id, f"{plugin_id} ({one['kind']}) {what}", _matters(one)))
-        else:
-            found += _changes(plugin_id, old, new, set(may_change.get(plugin_id, ())))
+    before, after = _by_id(saved), _by_id(now)
+    found = _changed_plugins(before, after, may_change, "was in the run that was saved, and is not in this one")
     matter = {plugin_id for plugin_id, one in (before | after).items() if _matters(one)}
-    for event in dict.fromkeys([*saved["events"], *now["events"]]):
-        order, order_now = ([one["plugin"] for one in plan["events"].get(event, ())] for plan in (saved, now))
+    for event in _events(saved, now):
+        order, order_now = _order(saved, event), _order(now, event)
         both = set(order) & set(order_now) & matter
         if [one for one in order if one in both] != [one for one in order_now if one in both]:
-            text = f"the order at {event} was {', '.join(order)}, and is {', '.join(order_now)}"
-            found.append(Difference(f"order.{event}", text, True))
+            found.append(Difference(f"order.{event}", _reordered(f"at {event}", order, order_now), True))
+    return found
+
+
+def _by_id(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["id"]: one for one in plugins_of(plan)}
+
+
+def _events(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys([*saved["events"], *now["events"]]))
+
+
+def _order(plan: Mapping[str, Any], event: str) -> list[str]:
+    return [call["plugin"] for call in plan["events"].get(event, ())]
+
+
+def _reordered(where: str, was: Iterable[str], now: Iterable[str]) -> str:
+    return f"the order {where} was {', '.join(was) or 'nobody'}, and is {', '.join(now) or 'nobody'}"
+
+
+def _changed_plugins(
+    before: Mapping[str, Mapping[str, Any]],
+    after: Mapping[str, Mapping[str, Any]],
+    may_change: Mapping[str, Iterable[str]],
+    missing: str,
+) -> list[Difference]:
+    """Return how two sets of plugins differ, their order aside; ``missing`` is what is said of one that is gone."""
+    found = []
+    for plugin_id, old in before.items():
+        if plugin_id in after:
+            found += _changes(plugin_id, old, after[plugin_id], set(may_change.get(plugin_id, ())))
+        else:
+            found.append(Difference(plugin_id, f"{plugin_id} ({old['kind']}) {missing}", _matters(old)))
+    for plugin_id, new in after.items():
+        if plugin_id not in before:
+            found.append(Difference(plugin_id, f"{plugin_id} ({new['kind']}) is new", _matters(new)))
     return found
 
 
@@ -91,12 +124,12 @@ def _changes(plugin_id: str, old: Mapping[str, Any], new: Mapping[str, Any], may
         found.append(Difference(plugin_id, text, matters))
     for option in dict.fromkeys([*old["options"], *new["options"]]):
         was, now = old["options"].get(option), new["options"].get(option)
-        if was != now:
+        if was != now and repr(was) != repr(now):  # nan is not equal to itself
             text = f"{plugin_id}.{option} was {was!r}, and is {now!r}"
             found.append(Difference(f"{plugin_id}.{option}", text, matters and option not in may_change))
     for what in ("version", "hash"):
         if old[what] != new[what]:
-            was, now = (str(one[what])[:12] for one in (old, new))
+            was, now = (str(one[what])[: None if what == "version" else 12] for one in (old, new))
             found.append(Difference(f"{plugin_id}.{what}", f"the {what} of {plugin_id} was {was}, and is {now}", False))
             break  # another version has other files
     return found
@@ -145,8 +178,15 @@ def lock_of(plan: Plan) -> dict[str, Any]:
 
 
 def write_lock(path: Path, lock: Mapping[str, Any]) -> None:
-    """Write a lock file, readable and the same for the same plan."""
-    path.write_text(json.dumps(lock, indent=1, sort_keys=True) + "\n")
+    """Write a lock file, readable and the same for the same plan.
+
+    Raises:
+        PlanError: it cannot be written there.
+    """
+    try:
+        path.write_text(json.dumps(lock, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{path}: the lock cannot be written there: {error.strerror}. Name another file.") from None
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -156,10 +196,10 @@ def read_plan(path: Path) -> dict[str, Any]:
         PlanError: it is not there, or no such file.
     """
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanError(f"{path}: there is no such file. Expected a lock. Write one: kernel plugins lock.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"{path}: is no lock: {error}. Write one: kernel plugins lock.") from None
     if not isinstance(document, dict) or document.get("format", FORMAT) != FORMAT:
         raise PlanError(f"{path}: is no lock of format {FORMAT}. Write one: kernel plugins lock.")
@@ -171,26 +211,46 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 
 def lock_differences(lock: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in words how a plan differs from a lock; both as ``lock_of`` returns them."""
-    found = [one.text for one in differences(lock, now, {})]
-    if not found:
-        found = [
-            f"the order at {event} was {', '.join(was)}, and is {', '.join(is_now)}"
-            for event in dict.fromkeys([*lock["events"], *now["events"]])
-            if (was := _order(lock, event)) != (is_now := _order(now, event))
-        ]
-    if lock.get("hook_api", HOOK_API) != now.get("hook_api", HOOK_API):
-        found.append(f"the level of the hook interface was {lock['hook_api']}, and is {now['hook_api']}")
-    code, code_now = lock.get("code"), now.get("code")
-    if isinstance(code, Mapping) and isinstance(code_now, Mapping):  # a plan.json has none
+    """Return in words every way in which a plan differs from one that was written down: those of loggers and code too.
+
+    Args:
+        lock, now: What ``lock_of``, ``read_plan`` or ``Plan.to_json`` returned.
+    """
+    before, after = _by_id(lock), _by_id(now)
+    found = [one.text for one in _changed_plugins(before, after, {}, "is missing")]
+    both = [plugin_id for plugin_id in before if plugin_id in after]
+    for what in ("structural", "affects_training"):  # of a class that no file tells of
         found += [
-            f"{name} was {code[name]}, and is {code_now.get(name)}" for name in code if code[name] != code_now.get(name)
+            f"{one}.{what} was {before[one].get(what)}, and is {after[one].get(what)}"
+            for one in both
+            if before[one].get(what) != after[one].get(what)
         ]
-    return found
+    orders = {f"at {event}": (_order(lock, event), _order(now, event)) for event in _events(lock, now)}
+    orders["of the plugins"] = (list(before), list(after))
+    for where, (was, is_now) in orders.items():
+        was, is_now = ([one for one in order if one in both] for order in (was, is_now))
+        if was != is_now:
+            found.append(_reordered(where, was, is_now))
+    return [*found, *_changed_code(lock, now)]
 
 
-def _order(plan: Mapping[str, Any], event: str) -> list[str]:
-    return [call["plugin"] for call in plan["events"].get(event, ())]
+def _changed_code(lock: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return how what is not a plugin differs, as far as both plans tell: those of runs and checkpoints do not tell all."""
+    levels = lock.get("hook_api"), now.get("hook_api")
+    found = []
+    if None not in levels and levels[0] != levels[1]:
+        found.append(f"the level of the hook interface was {levels[0]}, and is {levels[1]}")
+    code, code_now = _code(lock), _code(now)
+    return found + [
+        f"{name} was {code[name]}, and is {code_now[name]}"
+        for name in code
+        if name in code_now and code[name] != code_now[name]
+    ]
+
+
+def _code(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    code = plan.get("code")
+    return code if isinstance(code, Mapping) else {}
 
 
 def check_lock(path: Path, plan: Plan) -> None:
@@ -199,10 +259,47 @@ def check_lock(path: Path, plan: Plan) -> None:
     Raises:
         PlanError: it does, or there is no lock.
     """
-    told = lock_differences(read_plan(path), lock_of(plan))
+    lock, now = read_plan(path), lock_of(plan)
+    told = lock_differences(lock, now)
     if told:
-        lines = "\n".join(f"  {line}" for line in told)
+        lines = "\n".join(f"  {_printable(line)}" for line in told)
+        install = " ".join(_other_versions(lock, now))
         raise PlanError(
             f"{path}: the plugins of this run are not those of the lock.\n{lines}\n"
-            "Use the same plugins, versions and options, or write the lock anew with the same arguments: kernel plugins lock."
+            f"Use the same plugins, versions and options{f' (pip install {install})' if install else ''}, or write the lock anew "
+            "with the same arguments: kernel plugins lock."
         )
+
+
+def _other_versions(lock: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the requirements for the versions that the lock has and that are not installed."""
+    wanted, installed = _versions(lock), _versions(now)
+    names = [name for name in wanted if name in installed and wanted[name] != installed[name]]
+    return sorted(text for name in names if (text := requirement(name, wanted[name])) is not None)
+
+
+def _versions(plan: Mapping[str, Any]) -> dict[str, str]:
+    found = {str(one["distribution"]): one["version"] for one in plugins_of(plan) if one["distribution"] is not None}
+    return {comparable(name): public_version(version) for name, version in {**found, **_code(plan)}.items()}
+
+
+def public_version(version: Any) -> str:
+    """Return a version without what its builder added, ``2.13.0`` for ``2.13.0+cpu``: what an index has. Empty for no version."""
+    try:
+        return Version(str(version)).public
+    except InvalidVersion:
+        return ""
+
+
+def requirement(name: Any, version: Any) -> str | None:
+    """Return ``name==version`` as pip reads it, the version as ``public_version`` has it; None if it is no such thing.
+
+    What goes in may come from a stranger's file: what comes out is one line of letters, digits and ``-.!=``.
+    """
+    public = public_version(version)
+    project = canonicalize_name(name) if isinstance(name, str) else ""
+    return f"{project}=={public}" if public and re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", project) else None
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
