@@ -45,6 +45,7 @@ FAULTS = [
     ("RanksDiverge", "ddp", "the ranks end with different weights"),
     ("CollectiveOnOneRank", "ddp", "different collectives: rank 0 nothing, rank 1 batch_end: all_reduce [[1]]"),
     ("DifferentCollectives", "ddp", "rank 0 epoch_end: all_reduce [[1]], rank 1 epoch_end: all_reduce [[2]]"),
+    ("EachRankForItself", "ddp", "resumed after batch 4 of 6 rank 1 differs: plugin/each_rank_for_itself/seen"),
     ("LooksAtItsPartOnly", "fsdp", "on two ranks a weight differs by"),
     ("PatchesTorch", "teardown", "the function torch.nn.functional.relu is another"),
     ("LeavesAHook", "teardown", "of the module (root) is new"),

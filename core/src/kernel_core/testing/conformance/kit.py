@@ -30,9 +30,9 @@ class RefutedError(Exception):
 class RefusedError(Exception):
     """The kernel or the plugin refuses the run, in words."""
 
-    def __init__(self, message: str, kind: str, conflict: bool) -> None:
+    def __init__(self, message: str, conflict: bool) -> None:
         super().__init__(message)
-        self.kind, self.conflict = kind, conflict
+        self.conflict = conflict
 
 
 class AbsentError(Exception):
@@ -191,7 +191,7 @@ class Kit:
             )
         for one in found:
             if "refused" in one:
-                raise RefusedError(one["refused"], one["kind"], one["conflict"])
+                raise RefusedError(one["refused"], one["conflict"])
         return found
 
     # --- where the plugin works ------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def train(
         stop_at: The batch after which the first of two fits ends.
         split_at, split_to: The batch after which batches are split, and into how many rows each.
         out_of_memory_at: The batch in which memory runs out, once.
-        numbers: Write the weights to ``weights-<rank>.safetensors``.
+        numbers: Write the weights to ``weights.safetensors``.
         norms: Note the norms of gradients.
         generators: Whether to watch the global generators.
         init: Decides the weights to begin with.
@@ -161,7 +161,7 @@ def train(
     try:
         return _train(**case_arguments)
     except KernelError as error:
-        return {"refused": str(error), "kind": type(error).__name__, "conflict": isinstance(error, ConflictError)}
+        return {"refused": str(error), "conflict": isinstance(error, ConflictError)}
 
 
 def _train(request: str | None, options: Mapping[str, Any] | None, folder: str, **case: Any) -> dict[str, Any]:
@@ -246,12 +246,10 @@ def _noted(trainer: Trainer, watch: Watch, name: str, folder: str | None) -> dic
         "losses": watch.losses,
         "batches": state.progress.batch,
         "micro": state.device_train_microbatch_size,
-        "calls": watch.calls,
         "drawn": watch.drawn,
         "seconds": watch.seconds,
         "surgery": [change for change in trainer.surgery_report.to_json() if change["plugin"] == name],
         "no_effect": name in trainer.surgery_report.no_effect,
-        "frozen": [key for key, one in model.named_parameters() if not one.requires_grad],
         "outside": _outside(trainer),
         "shared": _shared(model),
     }

@@ -50,7 +50,6 @@ class Watch(Callback):
         generators: Whether to look at the global generators around each call, which takes longer than most calls.
 
     Attributes:
-        calls: How often each hook of the plugin was called.
         drawn: The hooks in which it drew from a global generator, with which.
         seconds: How long each call of each hook took.
         losses: The loss of each batch, exactly.
@@ -60,7 +59,6 @@ class Watch(Callback):
 
     def __init__(self, plugin_id: str, folder: str, generators: bool = True) -> None:
         self.plugin_id, self.folder, self.generators = plugin_id, folder, generators
-        self.calls: dict[str, int] = {}
         self.drawn: dict[str, str] = {}
         self.seconds: dict[str, list[float]] = {}
         self.losses: list[str] = []
@@ -80,7 +78,6 @@ class Watch(Callback):
                 return call(*arguments)
             finally:
                 self.seconds.setdefault(hook, []).append(time.perf_counter() - began)
-                self.calls[hook] = self.calls.get(hook, 0) + 1
                 self.inside = ""
                 after = _generators() if self.generators else {}
                 if moved := [name for name in before if before[name] != after[name]]:

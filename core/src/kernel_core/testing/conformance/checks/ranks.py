@@ -5,18 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kernel_core.testing.conformance.checks.training import followed
 from kernel_core.testing.conformance.kit import SPLIT, TOLERANCE, Kit, RefutedError, Verdict, check
 
 WORLD_SIZE = 2
 
 
-@check("ddp", "two ranks, each with a copy of the model, train as one process does, and issue the same collectives")
+@check(
+    "ddp",
+    "two ranks with copies of the model train as one process does, issue the same collectives, and resume exactly",
+)
 def ddp(kit: Kit) -> tuple[Verdict, str] | None:
     """Train on two ranks."""
     return _on_ranks(kit, "ddp")
 
 
-@check("fsdp", "two ranks that share the model out train as one process does, and issue the same collectives")
+@check(
+    "fsdp",
+    "two ranks that share the model out train as one process does, issue the same collectives, and resume exactly",
+)
 def fsdp(kit: Kit) -> tuple[Verdict, str] | None:
     """Train on two ranks."""
     return _on_ranks(kit, "fsdp")
@@ -31,6 +38,7 @@ def _on_ranks(kit: Kit, engine: str) -> tuple[Verdict, str] | None:
             raise RefutedError(f"on rank {rank} {hook} draws from {whose} global generator")
     if engine == "ddp" and (told := kit.differences(found[1], found[0], ("parts",))):
         raise RefutedError(f"the ranks end with different weights: rank 1 has {told}")
+    _check_resume(kit, engine)
     if not kit.subject.plugin.split_invariant:
         return "declared", "it depends on which rows a rank has; the ranks agree with each other"
     if (distance := kit.distance(found[0], kit.train(**SPLIT))) > TOLERANCE:
@@ -39,6 +47,18 @@ def _on_ranks(kit: Kit, engine: str) -> tuple[Verdict, str] | None:
             "split_invariant=False"
         )
     return None
+
+
+def _check_resume(kit: Kit, engine: str) -> None:
+    """Save in mid-epoch, go on in new processes, and compare what each rank has, shards and what the plugin keeps there too."""
+    if "resume" in kit.subject.plugin.unsupported:
+        return
+    saved = kit.train_ranks(WORLD_SIZE, engine=engine, save_at=[4])
+    resumed = kit.train_ranks(WORLD_SIZE, engine=engine, load=f"{saved[0]['folder']}/4", init=1)
+    for rank, (found, one) in enumerate(zip(resumed, saved, strict=True)):
+        expected = {**one, "losses": one["losses"][4:]}
+        if told := kit.differences(found, expected, (*followed(kit), "parts", "generators")):
+            raise RefutedError(f"resumed after batch 4 of 6 rank {rank} differs: {told}")
 
 
 def _train(kit: Kit, engine: str) -> list[dict[str, Any]]:
