@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from kernel_cli.main import cli
+from kernel_cli.train import command_that_goes_on
 from kernel_core.registry.discovery import find
 from kernel_core.registry.single_file import absolute, is_file, name_of, split
 from kernel_core.testing.conformance.checks import CHECKS
@@ -108,18 +109,40 @@ def test_a_run_uses_a_file_by_its_path_and_keeps_the_absolute_one(idea: Path, tm
     assert changed["hash"] != mine["hash"]
 
 
-def test_a_run_goes_on_with_a_file_that_lies_elsewhere_now(idea: Path, tmp_path: Path) -> None:
-    kernel("train", *SMALL, "--plugins", "./my_idea.py", "-o", "my_idea.factor=0.25", "--run-name", "moved")
+def test_a_run_goes_on_with_a_file_only_where_it_is_named_again(idea: Path, tmp_path: Path) -> None:
+    kernel("train", *SMALL, "--plugins", "./my_idea.py", "-o", "my_idea.factor=0.25", "--run-name", "one")
+    again = ("train", "--resume", "one", "--max-duration", "3ba")
+    told = kernel(*again, code=2).output
+    assert f"runs/one/config.yaml: its configuration uses the file {idea} as a plugin, and a file is code." in told
+    assert f"add --plugins {idea}." in told
+    kernel(*again, "--plugins", "my_idea.py")
     (tmp_path / "other").mkdir()
     idea.rename(tmp_path / "other" / "my_idea.py")
-    assert (
-        "my_idea.py: there is no such file"
-        in kernel("train", "--resume", "moved", "--max-duration", "3ba", code=2).output
-    )
-    kernel("train", "--resume", "moved", "--max-duration", "3ba", "--plugins", "./other/my_idea.py")
-    config = (tmp_path / "runs" / "moved" / "config.yaml").read_text()
+    assert "my_idea.py: there is no such file" in kernel(*again, "--plugins", str(idea), code=2).output
+    kernel("train", "--resume", "one", "--max-duration", "4ba", "--plugins", "./other/my_idea.py")
+    config = (tmp_path / "runs" / "one" / "config.yaml").read_text()
     assert f"{tmp_path / 'other' / 'my_idea.py'}:" in config
     assert "factor: 0.25" in config
+
+
+@pytest.mark.parametrize("named", [(), ("--plugins", "mixup"), ("--plugins", "./other.py")])
+def test_the_checkpoint_of_a_stranger_runs_no_file(named: tuple[str, ...], idea: Path, tmp_path: Path) -> None:
+    """Its configuration names one that is there, even under the name of a plugin that the command line asks for."""
+    idea.write_text(f"import pathlib\n\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n{IDEA}")
+    (tmp_path / "other.py").write_text(IDEA)
+    kernel("train", *SMALL, "--plugins", f"mixup={idea}", "--run-name", "one")
+    (checkpoint,) = (tmp_path / "runs" / "one" / "checkpoints").glob("ep*-ba2")
+    checkpoint.rename(tmp_path / "gift")
+    (tmp_path / "ran").unlink()
+    told = kernel("train", "--resume", "gift", "--max-duration", "3ba", *named, code=2).output
+    assert f"its configuration uses the file {idea} as a plugin, and a file is code." in told
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_command_that_goes_on_names_the_files() -> None:
+    assert command_that_goes_on("runs/a", (), 1, ["/x/a b.py", "two=/y.py"]) == (
+        "kernel train --resume runs/a --plugins '/x/a b.py,two=/y.py'"
+    )
 
 
 def test_a_file_is_shown() -> None:

@@ -11,9 +11,17 @@ from typing import Any
 import yaml
 from kernel_core.errors import ConfigError, TimeStringError
 from kernel_core.naming import did_you_mean, normalize
-from kernel_core.recipe import Config, Recipe, load_recipe, merge, plugin_label, with_absolute_paths, with_saver
+from kernel_core.recipe import (
+    Config,
+    Recipe,
+    files_among,
+    load_recipe,
+    merge,
+    plugin_label,
+    with_absolute_paths,
+    with_saver,
+)
 from kernel_core.registry.discovery import installed_plugins
-from kernel_core.registry.single_file import is_file
 from kernel_core.timing import Time, TimeUnit
 
 DEFAULT_RECIPE = "numbers"
@@ -174,9 +182,7 @@ def apply_arguments(
             raise ConfigError(f"--plugins: {name} is named twice. Give one of them an id of its own: 'other={name}'.")
         (key,) = with_absolute_paths({name: {}})
         if (held := known.get(plugin_label(name))) is not None:
-            if (
-                key != held and is_file(key.rpartition("=")[2]) and is_file(held.rpartition("=")[2])
-            ):  # it lies elsewhere now
+            if key != held and len(files_among([key, held])) == 2:  # it lies elsewhere now
                 config = {
                     **config,
                     "plugins": {key if one == held else one: its for one, its in config["plugins"].items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from kernel_core.checkpoint.contents import read_lock
 from kernel_core.checkpoint.locate import Damaged, Found, locate
 from kernel_core.errors import CheckpointMissingError, ConfigError, KernelError
 from kernel_core.naming import normalize
-from kernel_core.recipe import Config, merge, plugin_label
+from kernel_core.recipe import Config, files_among, merge, plugin_label, with_absolute_paths
 from kernel_core.registry.discovery import installed_plugins
 
 from kernel_cli.config import (
@@ -213,6 +214,7 @@ def _resume(request: Request, target: str) -> Start:
         name, where = found.manifest.run_name, found.url
     origin = source_of(document, where)
     config = request.on_top_of(origin)
+    _refuse_unnamed_files(config, request, where)
     kept = {key: value for key, value in document.get("checkpoint", {}).items() if _is_load(key)}
     section = {key: value for key, value in config.get("checkpoint", {}).items() if not _is_load(key)}
     section.pop("autoresume", None)
@@ -238,6 +240,22 @@ def _refuse_second_source(request: Request, target: str, given: Mapping[str, Any
         )
     if "load_path" in given:
         raise ConfigError("--resume: got checkpoint.load_path beside it. Expected one of them. Leave the other out.")
+
+
+def _refuse_unnamed_files(config: Config, request: Request, where: str) -> None:
+    """Refuse plugins that are files unless the command line names just those: what was written down may come from a stranger.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    named = with_absolute_paths(dict.fromkeys(map(str.strip, request.plugins.split(","))))
+    paths = {key.rpartition("=")[2] for key in named}
+    for key in files_among(config.get("plugins", {})):
+        if key.rpartition("=")[2] not in paths:
+            raise ConfigError(
+                f"{where}: its configuration uses the file {key.rpartition('=')[2]} as a plugin, and a file is code. Expected it "
+                f"to be named again, so that nobody else decides what is run. If you trust it, add --plugins {shlex.quote(key)}."
+            )
 
 
 def _is_of(newest: Found | Damaged, run_name: str) -> bool:

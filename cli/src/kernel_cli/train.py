@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 from kernel_core.errors import ConfigError, Interrupted, KernelError, OrderError, StartAgain
-from kernel_core.recipe import build_trainer
+from kernel_core.recipe import build_trainer, files_among
 from kernel_core.registry.lock import check_lock
 
 from kernel_cli.config import complete, source_of, write_yaml
@@ -25,57 +25,21 @@ METRICS = "metrics.jsonl"
 
 
 def train(
-    source: str | None,
-    plugins: str,
-    options: Iterable[str],
-    settings: Iterable[str],
-    as_json: bool,
-    max_duration: str | None,
-    seed: int | None,
-    device: str | None,
-    run_name: str | None,
-    precision: str | None,
-    model: str | None,
-    parallelism: str | None,
-    timeline: bool,
-    resume: str | None,
-    autoresume: bool,
-    no_checkpoints: bool,
-    locked: bool,
-    lock: str | None,
-    dry_run: bool,
-    strict: bool,
-    job: Sequence[str] = (),
+    as_json: bool, dry_run: bool, locked: bool, lock: str | None, job: Sequence[str] = (), **asked: Any
 ) -> dict[str, Any] | None:
     """Train and return the result document; it is printed when ``as_json``.
 
     Args:
+        as_json: Whether somebody reads the document.
+        dry_run: Stop before anything is trained.
+        locked: Refuse plugins that are not those of the lock.
+        lock: The file of the lock; ``locked`` then.
         job: The flags that start as many processes again, for the command that goes on.
+        asked: Arguments of ``request_of``.
     """
     started = time.perf_counter()
-    given = {
-        "max_duration": max_duration,
-        "seed": seed,
-        "device": device,
-        "run_name": run_name,
-        "precision": precision,
-        "strict": strict or None,
-    }
-    plugins = ",".join(filter(None, [plugins, "timeline" if timeline else ""]))
-    start = decide(
-        Request(
-            source,
-            plugins,
-            tuple(options),
-            tuple(settings),
-            given,
-            model,
-            parallelism,
-            resume,
-            autoresume,
-            no_checkpoints,
-        )
-    )
+    request = request_of(**asked)
+    start = decide(request)
     origin = source_of(start.document, f"run {start.name}")
     config = complete(start.config(origin))
     folder = start.folder
@@ -84,9 +48,9 @@ def train(
             f"run_name: {folder} holds a run already. Choose another name, remove the folder, or go on with it: "
             f"kernel train --resume {folder}."
         )
-    held = lock_file(source, lock) if locked or lock is not None else None
+    held = lock_file(request.source, lock) if locked or lock is not None else None
     if held is not None:
-        check_config(held, config)
+        check_config(held, config)  # before a model is built, which may take long
         if start.loading:  # a checkpoint that other plugins have saved is refused too
             config = {**config, "checkpoint": {**config["checkpoint"], "load_locked": True}}
     trainer = build_trainer(
@@ -100,7 +64,7 @@ def train(
     with trainer:
         if held is not None:
             check_lock(held, trainer.plan)  # with what the model of a checkpoint needed besides
-        _say(f"run {trainer.state.run_name}: {origin.recipe.summary or source or start.name}")
+        _say(f"run {trainer.state.run_name}: {origin.recipe.summary or request.source or start.name}")
         _say(start.note or None)
         if trainer.loaded_from is not None:
             _say(f"begins from {trainer.loaded_from}, batch {done}")
@@ -111,7 +75,8 @@ def train(
         if not dry_run:
             if trainer.state.rank == 0:
                 _write_run(folder, start, trainer)
-            _fit(trainer, folder, checkpoint_folder(start.config(origin), start.name), job)
+            checkpoints = checkpoint_folder(start.config(origin), start.name)
+            _fit(trainer, folder, checkpoints, job, files_among(config["plugins"]))
     metrics = _metrics(trainer)
     finished = not dry_run and trainer.loaded_from is not None and trainer.state.progress.batch == done
     if not dry_run:
@@ -133,7 +98,22 @@ def train(
     }
 
 
-def _fit(trainer: Any, folder: Path, checkpoints: str | None, job: Sequence[str]) -> None:
+def request_of(
+    plugins: str, options: Iterable[str], settings: Iterable[str], timeline: bool, strict: bool, **asked: Any
+) -> Request:
+    """Return what the flags of the command ask for; those that are keys of the section ``train`` by their names."""
+    train_keys = {name: asked.pop(name) for name in ("max_duration", "seed", "device", "run_name", "precision")}
+    plugins = ",".join(filter(None, [plugins, "timeline" if timeline else ""]))
+    return Request(
+        plugins=plugins,
+        options=tuple(options),
+        settings=tuple(settings),
+        train={**train_keys, "strict": strict or None},
+        **asked,
+    )
+
+
+def _fit(trainer: Any, folder: Path, checkpoints: str | None, job: Sequence[str], plugin_files: Sequence[str]) -> None:
     try:
         with kernel_log():
             trainer.fit()
@@ -149,20 +129,22 @@ def _fit(trainer: Any, folder: Path, checkpoints: str | None, job: Sequence[str]
                 str(folder) if saved.rpartition("/")[0] == checkpoints else saved
             )  # that of another saver, elsewhere
             error.add_note(f"{saved} holds the run as it was after batch {trainer.state.progress.batch}. Go on:")
-            error.add_note(command_that_goes_on(target, job, trainer.state.world_size))
+            error.add_note(command_that_goes_on(target, job, trainer.state.world_size, plugin_files))
         raise
 
 
-def command_that_goes_on(target: str, job: Sequence[str], world_size: int) -> str:
+def command_that_goes_on(target: str, job: Sequence[str], world_size: int, plugin_files: Sequence[str] = ()) -> str:
     """Return the command that goes on with a run, or from a checkpoint.
 
     Args:
         target: The folder of the run, or the checkpoint.
         job: The flags of the launcher, as they were given.
         world_size: The number of processes; one that another launcher has started them with is written as ``-n``.
+        plugin_files: Plugins that are files, which have to be named each time.
     """
     job = job if job or world_size == 1 else ("-n", os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    return shlex.join(["kernel", "train", *job, "--resume", target])
+    plugins = ("--plugins", ",".join(plugin_files)) if plugin_files else ()
+    return shlex.join(["kernel", "train", *job, "--resume", target, *plugins])
 
 
 def _contents(config: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -197,6 +197,11 @@ def with_absolute_paths(plugins: Mapping[str, Any]) -> dict[str, Any]:
         plugin_id, equals, name = key.rpartition("=")
         found[f"{plugin_id}{equals}{absolute(name)}" if is_file(name) else key] = options
     return found
+
+
+def files_among(plugins: Iterable[str]) -> list[str]:
+    """Return those keys of the ``plugins`` section whose plugins are files."""
+    return [key for key in plugins if is_file(key.rpartition("=")[2])]
 
 
 def plugin_label(key: str) -> str:
