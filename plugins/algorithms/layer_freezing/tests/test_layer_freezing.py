@@ -67,6 +67,7 @@ def test_the_number_of_frozen_layers_is_that_of_the_formula() -> None:
     assert [num_frozen(t / 10, 11, 0.0, 1.0) for t in range(11)] == list(range(11))
     assert num_frozen(1.0, 11, 0.2, 0.5) == 5
     assert num_frozen(0.19, 11, 0.2, 1.0) == 0
+    assert [num_frozen(t / 10, 11, 0.5, 1.0) for t in range(5, 11)] == [0, 2, 4, 6, 8, 10]  # 0.6 - 0.5 is less than 0.1
     numbers = Numbers()
     train(plugins=[numbers], freeze_start=0.0)
     assert numbers.found == [(int(t / 4 * 3), int(t / 4 * 3) / 4) for t in range(1, 5)]
@@ -152,3 +153,20 @@ def test_what_the_user_had_frozen_stays_so() -> None:
     ) as trainer:
         trainer.fit()
     assert [name for name, one in model.named_parameters() if not one.requires_grad] == ["module.0.weight"]
+
+
+def test_the_last_layer_that_is_trained_is_never_frozen() -> None:
+    """Else a model whose head the user has frozen would end with nothing that has a gradient."""
+    model, numbers = Classifier(net()), Numbers()
+    model.module[5].requires_grad_(False)
+    with Trainer(
+        model=model,
+        train_dataloader=DATA,
+        max_duration="4ep",
+        optimizers=OPTIMIZERS["sgd"]([one for one in model.parameters() if one.requires_grad]),
+        plugins=[LayerFreezing(freeze_start=0.0), numbers],
+        device="cpu",
+        progress_bar=False,
+    ) as trainer:
+        trainer.fit()
+    assert numbers.found == [(0, 0.0), (1, 1 / 3), (1, 1 / 3), (2, 2 / 3)]  # of three layers

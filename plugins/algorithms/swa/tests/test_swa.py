@@ -60,6 +60,7 @@ def train(swa: SWA | None, norm: bool = False, duration: str = "4ep", **options:
         ({"swa_start": "0.4dur", "swa_end": "0.8dur", "update_interval": "2ba"}, [7, 9, 11, 13], 16),
         ({"swa_start": "1ep", "swa_end": "3ep", "update_interval": "1ep"}, [4, 9], 16),
         ({"swa_start": "0.25dur", "swa_end": "0.9dur", "update_interval": "1ep"}, [4, 9, 14], 18),
+        ({"swa_start": "0.3dur", "swa_end": "0.9dur", "update_interval": "1ep"}, [9, 14], 18),
     ],
 )
 def test_the_model_ends_with_the_mean_of_the_weights_after_each_interval(
@@ -125,9 +126,45 @@ def test_averages_are_float32_or_wider() -> None:
     assert {one.dtype for one in start_average(net().double()).values()} == {torch.float64}
 
 
-def test_a_run_that_ends_before_averaging_does_leaves_the_weights_of_training() -> None:
+def test_a_run_that_ends_before_averaging_does_leaves_the_weights_of_training(caplog: pytest.LogCaptureFixture) -> None:
     model, snapshots = train(SWA("8ba", "30ba", "1ba"))
     assert all(torch.equal(one, snapshots.weights[-1][name]) for name, one in model.module.named_parameters())
+    assert "swa: the run ended before swa_end=30ba: the model has no average." in caplog.text
+
+
+def test_statistics_are_not_thrown_away_where_nothing_is_left_to_collect_them_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, _ = train(SWA("0.5dur", "1dur", "1ba"), norm=True)
+    plain, _ = train(None, norm=True)
+    assert torch.equal(model.module[1].running_mean, plain.module[1].running_mean)
+    assert (
+        "swa: no batch was left after swa_end=1.0dur, so that the statistics of batch norm are those of other"
+        in caplog.text
+    )
+
+
+def test_a_finished_run_that_is_made_longer_trains_on_and_averages_again(caplog: pytest.LogCaptureFixture) -> None:
+    model = Classifier(net(norm=True))
+    swa, snapshots = SWA("0.25dur", "0.5dur", "1ba"), Snapshots()
+    with Trainer(
+        model=model,
+        train_dataloader=BATCHES,
+        max_duration="2ep",
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.2),
+        plugins=[swa, snapshots],
+        device="cpu",
+        progress_bar=False,
+    ) as trainer:
+        trainer.fit()
+        assert (swa.done, swa.collecting, model.module[1].momentum) == (True, True, None)
+        trainer.fit(duration="6ep")  # of 40 batches 10 are done
+        assert (swa.done, swa.count) == (True, 9)  # after the batches 11 to 19
+    moved = [not torch.equal(snapshots.weights[n]["0.weight"], snapshots.weights[n + 1]["0.weight"]) for n in range(39)]
+    assert moved[:4] == [True] * 4
+    assert moved[5:9] == [False] * 4
+    assert all(moved[9:19])
+    assert not any(moved[20:])
 
 
 @pytest.mark.parametrize(

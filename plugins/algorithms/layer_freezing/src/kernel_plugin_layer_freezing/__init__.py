@@ -13,21 +13,24 @@ __all__ = ["LayerFreezing", "freeze_layers", "layers_of", "num_frozen"]
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that hold parameters of their own, with their paths, in the order in which they were registered."""
+    """Return the modules with parameters of their own that are trained, with their paths, in the order of registration."""
     return [
-        (path, module) for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
+        (path, module)
+        for path, module in model.named_modules()
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     ]
 
 
 def num_frozen(elapsed: float, num_layers: int, freeze_start: float, freeze_level: float) -> int:
     """Return how many layers are frozen when the share ``elapsed`` of training is done: never the last one.
 
-    >>> [num_frozen(t, 5, 0.5, 1.0) for t in (0.4, 0.5, 0.75, 1.0)]
-    [0, 0, 2, 4]
+    >>> [num_frozen(t, 11, 0.5, 1.0) for t in (0.4, 0.5, 0.6, 1.0)]
+    [0, 0, 2, 10]
     """
     if elapsed < freeze_start:
         return 0
-    return int(freeze_level * (elapsed - freeze_start) / (1 - freeze_start) * (num_layers - 1))
+    # a hair more, since 0.6 - 0.5 is less than 0.1
+    return int(freeze_level * (elapsed - freeze_start) / (1 - freeze_start) * (num_layers - 1) + 1e-9)
 
 
 def freeze_layers(layers: Sequence[tuple[str, nn.Module]], depth: int) -> list[nn.Parameter]:
@@ -40,11 +43,11 @@ class LayerFreezing(Algorithm):
     """Freeze the first layers of the model, more of them after each epoch.
 
     At the end of an epoch, when the share t of the run is done, the first
-    ``int(freeze_level * (t - freeze_start) / (1 - freeze_start) * (layers - 1))`` layers are frozen; a layer is a module with
-    parameters of its own. Frozen parameters stay in the optimizer, which leaves alone what has no gradient, so that neither
-    momentum nor weight decay moves them. In one process they need no gradient any more, which saves time; on several ranks,
-    whose engine waits for every gradient, the gradients are computed and dropped. Both give the same weights. Statistics of
-    batch norm go on being collected.
+    ``int(freeze_level * (t - freeze_start) / (1 - freeze_start) * (layers - 1))`` layers are frozen; a layer is a module
+    with parameters of its own that are trained when the run begins. Frozen parameters stay in the optimizer, which leaves
+    alone what has no gradient, so that neither momentum nor weight decay moves them. In one process they need no gradient
+    any more, which saves time; on several ranks, whose engine waits for every gradient, the gradients are computed and
+    dropped. Both give the same weights. Statistics of batch norm go on being collected.
 
     Args:
         freeze_start: The share of the run after which freezing begins.
@@ -68,6 +71,7 @@ class LayerFreezing(Algorithm):
         self.freeze_start = freeze_start
         self.freeze_level = freeze_level
         self.depth = 0
+        self._layers: list[tuple[str, nn.Module]] = []
         self._frozen: list[nn.Parameter] = []
         self._turned_off: list[nn.Parameter] = []  # not those that the user had frozen
 
@@ -81,7 +85,8 @@ class LayerFreezing(Algorithm):
 
     @hookimpl
     def after_load(self, state: State) -> None:
-        """Freeze what was frozen."""
+        """Look which layers there are, and freeze what was frozen."""
+        self._layers = layers_of(state.model)
         self._freeze(state)
 
     @hookimpl
@@ -93,23 +98,22 @@ class LayerFreezing(Algorithm):
     @hookimpl
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Freeze what is due, and log how much that is."""
-        layers, elapsed = layers_of(state.model), state.get_elapsed_duration()
+        num_layers, elapsed = len(self._layers), state.get_elapsed_duration()
         if elapsed is not None:
-            due = num_frozen(float(elapsed.value), len(layers), self.freeze_start, self.freeze_level)
+            due = num_frozen(float(elapsed.value), num_layers, self.freeze_start, self.freeze_level)
             self.depth = max(self.depth, due)
         self._freeze(state)
-        share = self.depth / len(layers)
+        share = self.depth / num_layers
         logger.log_metrics({"layer_freezing/layers_frozen": self.depth, "layer_freezing/percentage_frozen": share})
 
     def _freeze(self, state: State) -> None:
-        layers = layers_of(state.model)
-        self._frozen = freeze_layers(layers, self.depth)
+        self._frozen = freeze_layers(self._layers, self.depth)
         if state.world_size > 1:
             return  # their engine would wait for gradients that never come
         report = state.surgery_report
         report.current_plugin = state.plan.id_of(self)
         frozen = {id(one) for one in self._frozen}
-        for path, module in layers[: self.depth]:
+        for path, module in self._layers[: self.depth]:
             due = [one for one in module.parameters(recurse=False) if one.requires_grad and id(one) in frozen]
             for parameter in due:
                 parameter.requires_grad_(False)

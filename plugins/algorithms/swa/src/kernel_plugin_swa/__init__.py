@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from kernel_plugin_swa.averaging import Anneal, add_to_average, annealed, norms_
 
 __all__ = ["SWA", "add_to_average", "annealed", "start_average", "take_average"]
 
+log = logging.getLogger(__name__)
 UNITS = (TimeUnit.DURATION, TimeUnit.EPOCH, TimeUnit.BATCH)
 
 
@@ -69,19 +71,17 @@ class SWA(Algorithm):
         self.swa_lr = swa_lr
         self.roles = {"averages-weights", *(["sets-learning-rate"] if schedule_swa_lr else [])}
         self.average: dict[str, Tensor] | None = None  # None before averaging begins and after it has ended
-        self.count = 0
-        self.done = False
+        self.count = 0  # of the models in it
+        self.done = False  # whether the model has the average
+        self.collecting = False  # whether batch norm collects its statistics anew
         self.rates: list[float] = []  # of the groups, when averaging began
         self.begun_at = 0
         self._momenta: list[tuple[Any, float | None]] = []
 
     def active_hooks(self) -> set[str]:
-        """Look at the end of batches or of epochs, and set rates only where that was asked for."""
-        rates = {"batch_start"} if self.schedule_swa_lr else set()
-        ends = {"batch_end"} if TimeUnit.BATCH in (self.update_interval.unit, self.swa_end.unit) else {"epoch_end"}
-        if self.swa_end.unit is TimeUnit.DURATION:
-            ends = {"batch_end"}  # a share of the run may end within an epoch
-        return {"after_load", "after_train_batch", "close"} | rates | ends
+        """Average at the end of batches or of epochs, not of both; the end of averaging may come within an epoch."""
+        always = {"after_load", "fit_start", "batch_start", "after_train_batch", "batch_end", "fit_end", "close"}
+        return always | ({"epoch_end"} if self.update_interval.unit is TimeUnit.EPOCH else set())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average by the names of the parameters, of how many models it is, and where rates began."""
@@ -89,6 +89,7 @@ class SWA(Algorithm):
             "average": None if self.average is None else dict(self.average),
             "count": self.count,
             "done": self.done,
+            "collecting": self.collecting,
             "rates": list(self.rates),
             "begun_at": self.begun_at,
         }
@@ -96,7 +97,7 @@ class SWA(Algorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what ``state_dict`` returned; ``after_load`` puts the average where the model is."""
         self.average = None if state["average"] is None else dict(state["average"])
-        self.count, self.done = state["count"], state["done"]
+        self.count, self.done, self.collecting = state["count"], state["done"], state["collecting"]
         self.rates, self.begun_at = list(state["rates"]), state["begun_at"]
 
     @hookimpl
@@ -107,13 +108,27 @@ class SWA(Algorithm):
             for name, own in placed.items():
                 state.engine.scatter(self.average[name], own)
             self.average = placed
-        if self.done:
+        if self.collecting:
             self._collect(state)
 
     @hookimpl
+    def fit_start(self, state: State) -> None:
+        """Begin anew where a finished run is made longer; say so where there is nothing left to train."""
+        if self.done and not self._is_past(state, self.swa_end):
+            self.close()
+            self.count, self.done, self.collecting, self.rates = 0, False, False, []
+        elif self.done and state.rank == 0:
+            log.warning("swa: the model has its average since swa_end=%s; nothing is trained any more.", self.swa_end)
+
+    @hookimpl
     def batch_start(self, state: State) -> None:
-        """Set the rates of this batch, after the schedule has."""
-        if self.rates and not self.done:
+        """Set the rates of this batch, after the schedule has; or begin to collect statistics of the average."""
+        if self.done and not self.collecting:
+            for norm in norms_of(state.model):
+                norm.reset_running_stats()
+            self._collect(state)
+            self.collecting = True
+        if self.schedule_swa_lr and self.rates and not self.done:
             passed = state.progress.value(self.update_interval.unit) - self.begun_at
             steps = passed // self.update_interval.value
             share = steps / self.anneal_steps if self.anneal_steps else 1.0
@@ -129,37 +144,32 @@ class SWA(Algorithm):
 
     @hookimpl
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Average, or end it, where that is counted in batches or shares."""
-        self._look(state, logger)
+        """Average, where that is counted in batches; end it, whatever that is counted in."""
+        if self.average is not None and self._is_past(state, self.swa_end):
+            self._finish(state, logger)
+        elif self.update_interval.unit is TimeUnit.BATCH:
+            self._average(state)
 
     @hookimpl
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Average, or end it, where that is counted in epochs."""
-        self._look(state, logger)
-
-    def _look(self, state: State, logger: Logger) -> None:
-        if self.done or not self._is_past(state, self.swa_start):
-            return
-        if self._is_past(state, self.swa_end):
+        if self.average is not None and self._is_past(state, self.swa_end):
             self._finish(state, logger)
-        elif not self.rates:
-            self.rates = [group["lr"] for group in _groups(state)]
-            self.begun_at = int(state.progress.value(self.update_interval.unit))
+        else:
+            self._average(state)
+
+    def _average(self, state: State) -> None:
+        """Add the weights if an interval of the time between start and end is over."""
+        now = int(state.progress.value(self.update_interval.unit))
+        due = not self.done and now % self.update_interval.value == 0 and self._is_past(state, self.swa_start)
+        if not due or self._is_past(state, self.swa_end):
+            return
+        if self.average is None:
+            self.rates, self.begun_at = [group["lr"] for group in _groups(state)], now
             self.average, self.count = start_average(state.model), 1
-        elif self._is_interval(state):
-            assert self.average is not None
+        else:
             add_to_average(self.average, state.model, self.count)
             self.count += 1
-
-    def _is_interval(self, state: State) -> bool:
-        """Whether weights are due. An epoch has just ended when its batches are done, though it is not counted yet."""
-        progress, unit = state.progress, self.update_interval.unit
-        if unit is TimeUnit.BATCH:
-            return progress.batch % self.update_interval.value == 0
-        if "epoch_end" not in self.active_hooks():  # looked at after a batch
-            ended = progress.batch_in_epoch == state.dataloader_len
-            return ended and (progress.epoch + 1) % self.update_interval.value == 0
-        return progress.epoch % self.update_interval.value == 0
 
     def _is_past(self, state: State, moment: Time) -> bool:
         if moment.unit is TimeUnit.DURATION:
@@ -168,21 +178,31 @@ class SWA(Algorithm):
         return state.progress.value(moment.unit) >= moment.value
 
     def _finish(self, state: State, logger: Logger) -> None:
-        """Give the model the average, if there is one, and begin to collect statistics anew."""
-        if self.average is None:
-            return
+        """Give the model the average."""
+        assert self.average is not None
         take_average(state.model, self.average)
         logger.log_metrics({"swa/num_averaged": self.count})
         self.average, self.done = None, True
-        for norm in norms_of(state.model):
-            norm.reset_running_stats()
-        self._collect(state)
 
     def _collect(self, state: State) -> None:
         """Let batch norm take the mean over all batches from now on, instead of a moving one."""
         self._momenta = [(norm, norm.momentum) for norm in norms_of(state.model)]
         for norm in norms_of(state.model):
             norm.momentum = None
+
+    @hookimpl
+    def fit_end(self, state: State) -> None:
+        """Say what is not as it should be: no average, or statistics of other weights."""
+        if state.rank:
+            return
+        if not self.done:
+            log.warning("swa: the run ended before swa_end=%s: the model has no average.", self.swa_end)
+        elif not self.collecting and any(True for _ in norms_of(state.model)):
+            log.warning(
+                "swa: no batch was left after swa_end=%s, so that the statistics of batch norm are those of other weights. "
+                "Expected some. Choose an earlier swa_end.",
+                self.swa_end,
+            )
 
     @hookimpl
     def close(self) -> None:
