@@ -14,7 +14,7 @@ from kernel_core.errors import PluginLoadError, PluginNotFoundError
 from kernel_core.recipe import plugin_label, plugin_requests, with_absolute_paths
 from kernel_core.registry.discovery import find
 from kernel_core.registry.plan import resolve
-from kernel_core.registry.single_file import PREFIX, load_file
+from kernel_core.registry.single_file import PREFIX, absolute, is_file, load_file, name_of, split
 from torch import nn
 
 IDEA = '''
@@ -237,3 +237,14 @@ def test_a_path_that_does_not_end_in_py_is_told_apart_from_a_name() -> None:
         r"algorithms/my_idea, or the path of a file that ends in \.py\.$",
     ):
         find("./my_idea")
+
+
+def test_names_of_files_and_of_plugins_are_told_apart() -> None:
+    assert not is_file("mixup")
+    assert not is_file("kernel-plugin-mixup:mixup")
+    assert is_file("./a.py")
+    assert is_file("/x/a.py:Cls")
+    assert split("/x/a.py:Cls") == ("/x/a.py", "Cls")
+    assert (name_of("./my-idea.py"), name_of("./my-idea.py:TwoWords")) == ("my_idea", "two_words")
+    assert absolute("/x/../y/a.py:Cls") == "/y/a.py:Cls"
+    assert find("mixup").name == "mixup"
