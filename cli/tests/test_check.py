@@ -73,12 +73,24 @@ def test_a_card_is_kept_in_a_package_only(idea: Path, tmp_path: Path) -> None:
         "plugins check: ./my_idea.py is a single file. Expected a package, which keeps its card. Leave out --write."
     )
     assert message in kernel("plugins", "check", "./my_idea.py", "--write", code=2).output
-    (tmp_path / "empty").mkdir()
-    told = kernel("plugins", "check", "empty", code=2).output
+    told = kernel("plugins", "check", "./my_idea.py", "--write", "--full", code=2).output
+    assert "plugins check: got --write with --full. Expected one: a card holds what the short form finds." in told
+
+
+def test_a_folder_means_the_plugins_of_the_package_in_it(idea: Path, tmp_path: Path) -> None:
+    (tmp_path / "mixup").mkdir()  # which is no package: the plugin of that name is meant
+    folder = Path(__file__).parent.parent.parent / "plugins" / "callbacks" / "lr_monitor"
+    for target, name in (("mixup", "mixup"), (str(folder), "lr_monitor")):
+        assert json.loads(kernel("plugins", "check", target, "--json").stdout)["plugin"] == name
+    told = kernel("plugins", "check", "./mixup", code=2).output
     assert (
-        "plugins check: empty holds no plugin that answers hooks. Expected the name of a plugin, a file ending in .py,"
+        "plugins check: ./mixup holds no plugin to check. Expected the name of a plugin, a file ending in .py, or the"
         in told
     )
+    kernel("plugins", "new", "brand-new", "--kind", "callback")
+    told = kernel("plugins", "check", "kernel-plugin-brand-new", code=2).output
+    assert "plugins check: brand_new of kernel-plugin-brand-new is not installed." in told
+    assert "Install it: pip install -e kernel-plugin-brand-new" in told
 
 
 def test_the_card_is_shown_with_the_plugin() -> None:

@@ -63,9 +63,8 @@ def _card(info: PluginInfo, cls: type) -> dict[str, Any] | None:
 def _describe_class(cls: Any) -> dict[str, Any]:
     import inspect
 
+    from kernel_core.registry.hookmanager import hooks_of
     from kernel_core.registry.options import describe_options
-
-    hooks = [name for name in dir(cls) if hasattr(inspect.getattr_static(cls, name), "kernel_impl")]
 
     def words(attribute: str) -> list[str]:
         value = getattr(cls, attribute)
@@ -74,7 +73,7 @@ def _describe_class(cls: Any) -> dict[str, Any]:
     return {
         "documentation": inspect.getdoc(cls) or "",
         "options": describe_options(cls),
-        "hooks": sorted(hooks),
+        "hooks": hooks_of(cls),
         **{attribute: words(attribute) for attribute in ("roles", "before", "after", "conflicts")},
     }
 

@@ -172,6 +172,11 @@ class HookManager(pluggy.PluginManager):
             addhooks(plugin, HookAdder(self, plugin_id))
 
 
+def hooks_of(cls: type) -> list[str]:
+    """Return the names of the hooks that a plugin class answers, sorted."""
+    return sorted(name for name in dir(cls) if hasattr(inspect.getattr_static(cls, name), _IMPL))
+
+
 def constraints_of(plugin: Plugin, hook: str) -> HookConstraints:
     """Return the order that ``plugin`` asks for on ``hook`` alone."""
     function = inspect.getattr_static(type(plugin), hook, None)

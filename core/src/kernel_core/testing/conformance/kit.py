@@ -23,11 +23,15 @@ TIMEOUT_S = 60.0
 SPLIT: dict[str, Any] = {"dtype": "float64", "dropout": 0.0, "across_rows": False, "optimizer": "sgd", "numbers": True}
 
 
-class RefutedError(Exception):
+class OutcomeError(Exception):
+    """Why a run, or a comparison, does not show what it was to show."""
+
+
+class RefutedError(OutcomeError):
     """What a check was to prove is not so. The message says where and how it shows."""
 
 
-class RefusedError(Exception):
+class RefusedError(OutcomeError):
     """The kernel or the plugin refuses the run, in words."""
 
     def __init__(self, message: str, conflict: bool) -> None:
@@ -35,7 +39,7 @@ class RefusedError(Exception):
         self.conflict = conflict
 
 
-class AbsentError(Exception):
+class AbsentError(OutcomeError):
     """The plugin works nowhere on this machine, and says why."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from kernel_core.engine import Engine
 from kernel_core.errors import PluginLoadError
 from kernel_core.registry.base import Plugin
 from kernel_core.registry.discovery import find, load_class
+from kernel_core.registry.hookmanager import hooks_of
 from kernel_core.registry.plan import ActivePlugin, resolve
 from kernel_core.registry.single_file import absolute, is_file, load_file
 from kernel_core.surgery import SURGERY_HOOKS
@@ -119,8 +119,3 @@ def class_of(request: str) -> type[Plugin]:
         KernelError: there is none.
     """
     return load_file(request) if is_file(request) else load_class(find(request))  # type: ignore[return-value]
-
-
-def hooks_of(cls: type[Plugin]) -> list[str]:
-    """Return the names of the hooks that a plugin class answers, sorted."""
-    return sorted(name for name in dir(cls) if hasattr(inspect.getattr_static(cls, name), "kernel_impl"))
