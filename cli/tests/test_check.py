@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from kernel_cli.check import plugins_meant
 from kernel_cli.main import cli
 from kernel_cli.train import command_that_goes_on
 from kernel_core.testing.conformance.checks import CHECKS
@@ -80,8 +81,8 @@ def test_a_card_is_kept_in_a_package_only(idea: Path, tmp_path: Path) -> None:
 def test_a_folder_means_the_plugins_of_the_package_in_it(idea: Path, tmp_path: Path) -> None:
     (tmp_path / "mixup").mkdir()  # which is no package: the plugin of that name is meant
     folder = Path(__file__).parent.parent.parent / "plugins" / "callbacks" / "lr_monitor"
-    for target, name in (("mixup", "mixup"), (str(folder), "lr_monitor")):
-        assert json.loads(kernel("plugins", "check", target, "--json").stdout)["plugin"] == name
+    assert plugins_meant("mixup") == ["mixup"]
+    assert plugins_meant(str(folder)) == ["callbacks/lr_monitor"]
     told = kernel("plugins", "check", "./mixup", code=2).output
     assert (
         "plugins check: ./mixup holds no plugin to check. Expected the name of a plugin, a file ending in .py, or the"

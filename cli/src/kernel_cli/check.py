@@ -26,7 +26,7 @@ def check_plugin(target: str, full: bool, write: bool, as_json: bool) -> Result:
         raise ConfigError(
             "plugins check: got --write with --full. Expected one: a card holds what the short form finds. Leave out --full."
         )
-    cards = [_check(name, full, write, as_json) for name in _names(target)]
+    cards = [_check(name, full, write, as_json) for name in plugins_meant(target)]
     return Result(cards[0] if len(cards) == 1 else cards, 1 if any(map(_is_refuted, cards)) else 0)
 
 
@@ -87,7 +87,7 @@ def _times(kit: Kit) -> dict[str, float]:
 CHECKED_KINDS = (*HOOK_KINDS, "parallelism")
 
 
-def _names(target: str) -> list[str]:
+def plugins_meant(target: str) -> list[str]:
     """Return the plugins that a name, a file, or the folder of an installed package means.
 
     Raises:
