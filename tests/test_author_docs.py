@@ -62,6 +62,6 @@ def test_the_commands_of_the_tutorial_run_in_order(tmp_path: Path, monkeypatch: 
 
 
 def test_the_pages_link_to_what_is_there() -> None:
-    for page in ("write-a-plugin.md", "plugin-recipes.md", "from-composer.md", "hook-api.md"):
+    for page in ("write-a-plugin.md", "plugin-recipes.md", "from-composer.md", "hook-api.md", "conformance.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", (DOCS / page).read_text()):
             assert (DOCS / target).exists(), (page, target)

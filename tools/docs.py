@@ -2,6 +2,7 @@
 
 ``docs/events.md``: the loop as recorded from a run, and every hook with its documentation.
 ``docs/hook-api.md``: the policy of the hook interface, and every hook by level.
+``docs/conformance.md``: what the conformance kit proves.
 ``docs/from-composer.md``: every name of Composer beside ours.
 ``docs/plugins.md``: every plugin of the workspace.
 """
@@ -20,6 +21,7 @@ from kernel_core.naming import snake_case
 from kernel_core.registry.discovery import KINDS
 from kernel_core.registry.hookmanager import HOOK_NAMES, HookManager
 from kernel_core.testing.conformance.card import MARKS
+from kernel_core.testing.conformance.checks import CHECKS, ENGINE_CHECKS
 from setup_env import ROOT, packages
 
 NOT_YET = "not there yet"
@@ -129,6 +131,51 @@ def hook_table(manager: HookManager) -> list[str]:
     return lines
 
 
+CONFORMANCE = """# The conformance kit
+
+`kernel plugins check NAME` trains small models (an MLP, a ResNet, GPT-2, BERT) with a plugin and without, and
+compares: bit for bit where the claim is exactness, within 1e-9 in float64 where sums are taken in another order.
+`NAME` may also be a file that ends in `.py`, or the folder of an installed package. `--full` tries all models and
+more points, `--write` keeps the card in the package. In a package's tests one function runs the kit, a test for each
+check:
+
+```python
+import pytest
+
+
+@pytest.mark.conformance("my_plugin")
+def test_it_conforms(conformance_check):
+    conformance_check()
+```
+
+What a check finds is *proven* or *refuted*; or *refused*, where such a run is refused with a reason; *declared*,
+where the plugin says that it is otherwise, and what is left was proven; or the check *does not apply*. What the kit
+cannot know a plugin declares in its class:
+
+| attribute | what it says |
+|-|-|
+| `example` | options to try it with: what has no default, at least |
+| `neutral` | options with which it must do nothing at all |
+| `commutes` | plugins with which either order gives the same weights |
+| `split_invariant` | `False`: splitting a batch, into microbatches or over ranks, changes more than rounding |
+| `unsupported` | what it does not work with (an engine, `microbatching`, `resume`) and why; the kernel refuses it |
+| `affects_training` | `False`: it watches only, and training must be the same without it |
+
+Models are small and runs short: what shows only on large models, on accelerators or after hours is not proven. Stores
+have a suite of their own, `kernel_core.testing.storage.StorageContract`.
+"""
+
+
+def conformance_page() -> str:
+    """Every check, with what it proves."""
+    lines = [CONFORMANCE]
+    for title, checks in (("Plugins that answer hooks", CHECKS), ("Engines", ENGINE_CHECKS)):
+        lines += [f"## {title}", "", "| check | what is proven |", "|-|-|"]
+        lines += [f"| `{check.name}` | {check.claim} |" for check in checks.values()]
+        lines.append("")
+    return HEADER + "\n".join(lines)
+
+
 def from_composer_page() -> str:
     """Every name of Composer beside ours, as far as ours is there."""
     here = {
@@ -217,6 +264,7 @@ def plugins_page() -> str:
 def main() -> None:
     pages = {
         "from-composer.md": from_composer_page(),
+        "conformance.md": conformance_page(),
         "events.md": events_page(),
         "hook-api.md": hook_api_page(),
         "plugins.md": plugins_page(),

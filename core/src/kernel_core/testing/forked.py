@@ -10,7 +10,6 @@ import atexit
 import functools
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -84,11 +83,13 @@ def _wait_for(paths: list[Path], timeout_s: float = 20.0) -> None:
 
 
 def _wait(child: int, timeout_s: float) -> int:
-    ended = os.pidfd_open(child)
-    if not select.select([ended], [], [], timeout_s)[0]:
-        os.kill(child, signal.SIGKILL)
-    os.close(ended)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Return the exit code of a child, which is killed if it takes longer."""
+    until = time.monotonic() + timeout_s
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 # --- in the tests ----------------------------------------------------------------------------------------------------

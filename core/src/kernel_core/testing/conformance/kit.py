@@ -20,7 +20,13 @@ from kernel_core.testing.forked import Ended, server_of
 Verdict = Literal["proven", "refused", "declared", "does not apply", "refuted"]
 TOLERANCE = 1e-9  # of weights in float64, where sums are taken in another order
 TIMEOUT_S = 60.0
-SPLIT: dict[str, Any] = {"dtype": "float64", "dropout": 0.0, "across_rows": False, "optimizer": "sgd", "numbers": True}
+SPLIT: dict[str, Any] = {
+    "dtype": "float64",
+    "dropout": 0.0,
+    "across_rows": False,
+    "optimizer": "sgd",
+    "write_weights": True,
+}
 
 
 class OutcomeError(Exception):

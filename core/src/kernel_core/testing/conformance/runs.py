@@ -125,7 +125,7 @@ def train(
     split_at: int | None = None,
     split_to: int | None = None,
     out_of_memory_at: int | None = None,
-    numbers: bool = False,
+    write_weights: bool = False,
     norms: bool = False,
     generators: bool = True,
     init: int = 0,
@@ -149,7 +149,7 @@ def train(
         stop_at: The batch after which the first of two fits ends.
         split_at, split_to: The batch after which batches are split, and into how many rows each.
         out_of_memory_at: The batch in which memory runs out, once.
-        numbers: Write the weights to ``weights.safetensors``.
+        write_weights: Write the weights to ``weights.safetensors``.
         norms: Note the norms of gradients.
         generators: Whether to watch the global generators.
         init: Decides the weights to begin with.
@@ -206,7 +206,7 @@ def _train(request: str | None, options: Mapping[str, Any] | None, folder: str, 
         for _ in range(1 if case["stop_at"] is None else 2):
             trainer.fit()
         return {
-            **_noted(trainer, watch, name, folder if case["numbers"] else None),
+            **_noted(trainer, watch, name, folder if case["write_weights"] else None),
             "loaded": loaded,
             "kept": saves.kept,
             "norms": norms.norms,

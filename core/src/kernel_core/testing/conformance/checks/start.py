@@ -43,7 +43,7 @@ def _dependencies(distribution: str | None) -> list[str]:
     """Return the modules of what a distribution requires, as far as their names tell, and the kernel's."""
     found = ["kernel_core.train.trainer", "pydantic"]
     for requirement in importlib_metadata.requires(distribution) or [] if distribution else []:
-        name = re.split(r"[^A-Za-z0-9_.-]", requirement)[0].replace("-", "_")
+        name = re.split(r"[^A-Za-z0-9_-]", requirement)[0].replace("-", "_")
         if ";" not in requirement and importlib.util.find_spec(name) is not None:
             found.append(name)
     return found
